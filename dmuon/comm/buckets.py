@@ -93,7 +93,8 @@ class Slices:
         )
         copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
         self.shards = ShardMap(specs, reports, copies, holders)
-        self._place = [grid.place(owner) for owner in plan.owners]
+        # (replica, shard, tensor) of the owner of each matrix.
+        self.place_of = [grid.place(owner) for owner in plan.owners]
 
     @classmethod
     def flat(cls, plan: OwnershipPlan) -> Slices:
@@ -101,10 +102,6 @@ class Slices:
         world = plan.topology.world
         grid = Grid((1, world, 1), tuple(range(world)))
         return cls(plan, grid, [None] * len(plan.specs.parameters))
-
-    def owner_place(self, matrix: int) -> tuple[int, int, int]:
-        """(replica, shard, tensor) of a matrix's owner."""
-        return self._place[matrix]
 
     def is_cut(self, matrix: int) -> bool:
         """Whether the matrix lies in slices on several ranks."""
@@ -124,7 +121,7 @@ class Slices:
         """
         found = []
         for i in self.matrices_of[parameter]:
-            replica, shard, tensor = self._place[i]
+            replica, shard, tensor = self.place_of[i]
             every = in_slices and (replicas or self.is_cut(i))
             box = self.shards.boxes[i].box
             for r in range(self.grid.shape[0]) if replicas else [replica]:
@@ -151,7 +148,7 @@ class Slices:
         parts = [(*self.held(i, tensor), i) for i in self.matrices_of[parameter]]
         held = sorted((start, box.numel, i) for start, box, i in parts if box.numel)
         found = []
-        for (replica, shard), members in groupby(held, lambda part: self._place[part[2]][:2]):
+        for (replica, shard), members in groupby(held, lambda part: self.place_of[part[2]][:2]):
             starts, numels, matrices = zip(*members)
             found.append(Span(starts[0], sum(numels), shard, replica, parameter, matrices))
         return found

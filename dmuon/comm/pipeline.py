@@ -39,7 +39,7 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
     updates of what is held here, as pieces and as blocks; what replicas copy, out and in. Where
     pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
     """
-    owned = 0 if route.published is not None else route.owned.numel
+    owned = 0 if route.everywhere else route.owned.numel
     pieces, came = route.held.numel, route.came.numel
     return (
         route.blocks.numel, pieces if route.cuts else 0, owned,
@@ -72,12 +72,12 @@ class Bucket:
         came = came if route.joins else updates
         self.updates = [(updates, route.updates), (copies_in, route.copies_in)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
-        if route.published is not None:
-            self.shares = list(came.split(route.published.splits))
+        if route.everywhere:
+            self.shares = list(came.split(route.came.splits))
             leaving, arrived = self.shares[rank], sent
         # Of each exchange: its tag, what comes, and what is sent.
         self.gather = "gather", (arrived, route.owned), (sent, route.held)
-        self.scatter = "scatter", (came, route.held), (leaving, route.owned)
+        self.scatter = "scatter", (came, route.came), (leaving, route.owned)
         self.replicate = "replicate", self.updates[1], (copies_out, route.copies_out)
         # Pieces and blocks, what is copied into what is first.
         self.cuts = _views(cut.within(sent, self.send) for cut in route.cuts)

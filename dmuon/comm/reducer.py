@@ -99,7 +99,7 @@ class OwnedGradients:
         place = slices.grid.place(rank)
         self._tensor = place[2]
         self.mine = [u for u in units if u.owner == rank]
-        self.near = [u for u in units if slices.owner_place(u.matrices[0])[:2] == place[:2]]
+        self.near = [u for u in units if slices.place_of[u.matrices[0]][:2] == place[:2]]
         self.here: dict[int, Tensor] = {}
         self._stacks: dict[int, Tensor] = {}  # by a unit's first matrix
         for unit in self.near:

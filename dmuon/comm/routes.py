@@ -134,12 +134,8 @@ class BucketRoute:
     copies: tuple[Cut, ...]  # where ``copies_out`` lies in ``updates``
     cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
     joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
-    published: Message | None  # of one that every rank holds whole: updates by owner
-
-    @property
-    def came(self) -> Message:
-        """The layout in which updates come."""
-        return self.held if self.published is None else self.published
+    came: Message  # updates as they come: as ``held``, or by owner
+    everywhere: bool  # every rank holds it whole
 
 
 # What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
@@ -278,7 +274,8 @@ def bucket_route(
         copies=_cuts(shards, units, copies_out, updates),
         cuts=_cuts(shards, units, held, blocks) if is_shared else (),
         joins=_cuts(shards, units, came, updates) if is_shared else (),
-        published=came if everywhere else None,
+        came=came,
+        everywhere=everywhere,
     )
 
 

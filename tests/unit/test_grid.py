@@ -98,7 +98,7 @@ def test_every_element_is_kept_at_exactly_one_place(mesh):
             assert shards[0] == shards[1], "published in the column that sends it"
             assert bucket.keeper is None or set(shards[0]) <= {bucket.keeper}
     for i in range(len(plan.specs.matrices)):  # one owner for every matrix, at one place
-        assert slices.grid.rank_at(*slices.owner_place(i)) == plan.owners[i]
+        assert slices.grid.rank_at(*slices.place_of[i]) == plan.owners[i]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -128,7 +128,7 @@ def test_a_bucket_carries_every_gradient_once(mesh):
     for segment in bucket.segments:
         for span in segment.spans:
             sent[span.parameter][span.start : span.start + span.numel] += 1
-            assert {slices.owner_place(i)[1] for i in span.matrices} <= {segment.shard}
+            assert {slices.place_of[i][1] for i in span.matrices} <= {segment.shard}
         assert (segment.shard == EVERYONE) == all(s.parameter in rest for s in segment.spans)
     assert all((count == 1).all() for count in sent)
 

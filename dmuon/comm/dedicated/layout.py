@@ -70,7 +70,7 @@ class _Assembly:
         like: Tensor,
     ) -> None:
         self._units = units
-        near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
+        near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
         how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
         self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
         # What is kept never moves, so views of it are made once.

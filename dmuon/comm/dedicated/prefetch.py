@@ -484,7 +484,7 @@ class _StateDicts:
         found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
         if prefetcher is None or not found:
             return
-        prefetcher.storage.meet("model.state_dict()")
+        prefetcher.storage.world.meet("model.state_dict()")
         prefetcher.begin_access()
         for name, p in found.items():
             state[prefix + name] = prefetcher.storage.saved(p)

@@ -257,6 +257,7 @@ class Storage:
         self._slices = slices
         self._specs = slices.plan.specs
         self._model = weakref.ref(model)
+        self.world = process_groups.world
         self._process_groups = process_groups
         self._options = options
         self._rows = rows
@@ -337,7 +338,7 @@ class Storage:
         if self._options.broadcast_parameters:
             others = [p for i, p in enumerate(found) if i not in self.layer_of]
             tensors = [t for t in [*others, *model.buffers()] if not is_distributed(t)]
-            start_from_first((t, self._process_groups.world) for t in tensors)
+            start_from_first((t, self.world) for t in tensors)
         self._take_over()
         for layer in self.layers:
             self.publish(layer)
@@ -521,20 +522,16 @@ class Storage:
                 raise RuntimeError("model.load_state_dict(): " + "; ".join(flaws))
             return [f"{self._specs.parameters[p].name}: {type(v)}" for p, v in found.items()]
 
-        self.meet("model.load_state_dict()")
-        world = self._process_groups.world
-        attempt(world, check, what="model.load_state_dict()", digest="\n".join)
+        self.world.meet("model.load_state_dict()")
+        attempt(self.world, check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
             keepers = self._slices.keepers(p, in_slices=True, replicas=True)
             self._rows.collect(value, keepers, self._mine(keepers))
 
     def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
         """The tensors that this rank keeps of them, by matrix."""
-        rank = self._process_groups.world.rank
+        rank = self.world.rank
         return {i: self.weight_of(i) for i, r, box in keepers if r == rank and box.numel}
-
-    def meet(self, call: str) -> None:
-        self._process_groups.world.meet(call)
 
     def restore(self) -> None:
         """Give every rank the whole weights for good, layer by layer; a collective call."""
