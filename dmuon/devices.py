@@ -217,7 +217,6 @@ measurements it is priced as `analytic_class` says."""
 
 
 def of(device: torch.device | str) -> Device:
-    """The `Device` of a torch device."""
     device = device if isinstance(device, torch.device) else torch.device(device)
     return TYPES.get(device.type, Device)(device)
 

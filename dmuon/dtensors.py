@@ -24,7 +24,6 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a `DTensor`."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
@@ -247,7 +246,6 @@ def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The global ranks of a mesh, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 

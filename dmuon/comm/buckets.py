@@ -104,11 +104,9 @@ class Slices:
         return cls(plan, grid, [None] * len(plan.specs.parameters))
 
     def is_cut(self, matrix: int) -> bool:
-        """Whether the matrix lies in slices on several ranks."""
         return self.boxes[self.plan.specs.matrices[matrix].parameter] is not None
 
     def shape(self, parameter: int, tensor: int) -> tuple[int, ...]:
-        """The shape of a parameter's slice."""
         return self.shards.shard(tensor, parameter).box.shape
 
     def keepers(
@@ -410,6 +408,5 @@ class Buffer:
             self._storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Give the memory back, unless it is lasting."""
         if self._storage is not None:
             self._storage.resize_(0)

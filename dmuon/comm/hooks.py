@@ -310,7 +310,6 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
-    """Raise OwnershipError for modules under FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(m, FullyShardedDataParallel) for m in modules):

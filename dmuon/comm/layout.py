@@ -127,7 +127,6 @@ class LayoutRuntime(ABC):
             )
 
     def _not_bound(self) -> OwnershipError:
-        """The error of a call that needs an optimizer when there is none."""
         return OwnershipError(
             "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
             if self._closed

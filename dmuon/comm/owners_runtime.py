@@ -385,7 +385,6 @@ class ReducedRuntime(OwnersRuntime):
         self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
-        """Wait for these, where they are pending, and apply them."""
         if not self._pending:
             return
         for b in sorted(self._pending.keys() & broadcasts):

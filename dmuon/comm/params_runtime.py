@@ -79,7 +79,6 @@ class ParamsRuntime(LayoutRuntime):
             self._install_hooks(model, self.pipeline)
 
     def index_among(self, ranks: tuple[int, ...]) -> int:
-        """The number of this rank among co-owners."""
         return self._peers[ranks].rank
 
     def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:

@@ -229,7 +229,6 @@ class Pipeline:
     def _exchange(
         self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
     ) -> None:
-        """An all-to-all of buffers with these layouts."""
         (output, into), (source, to) = came, sent
         numel = to.numel - to.splits[self._transport.rank]
         self._meter[tag] += numel * source.element_size()

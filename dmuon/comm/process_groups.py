@@ -62,7 +62,6 @@ class Grid:
         return index // (shards * tensors), index // tensors % shards, index % tensors
 
     def rank_at(self, replica: int, shard: int, tensor: int) -> int:
-        """The mesh rank at a place."""
         _, shards, tensors = self.shape
         return self.ranks[(replica * shards + shard) * tensors + tensor]
 
@@ -118,7 +117,6 @@ class ProcessGroups:
 
     @property
     def failed(self) -> bool:
-        """Whether a collective has failed in any group."""
         return any(transport.failed for transport in self._all)
 
     @property
@@ -127,7 +125,6 @@ class ProcessGroups:
         return list({id(t): t for t in used}.values())
 
     def close(self) -> None:
-        """Release each transport once."""
         for transport in self._all:
             transport.close()
 

@@ -199,7 +199,6 @@ class Prefetcher:
     # ---- backward ----------------------------------------------------------------------------
 
     def ensure_backward(self) -> None:
-        """Begin the backward pass, unless it has begun."""
         if self.state is PassState.BACKWARD:
             return
         self._begin_backward()

@@ -172,7 +172,6 @@ class Layer:
             wait_all(self.publishing)
 
     def use(self) -> None:
-        """Wait for the weights and show them."""
         if self.broadcasts:
             wait_all(self.broadcasts)
         if not self.in_use:
@@ -439,7 +438,6 @@ class Storage:
         return found
 
     def _below(self, module: nn.Module) -> list[int]:
-        """The dedicated parameters of a module."""
         index = {id(self.parameters[p]): p for p in self.layer_of}
         return [index[id(p)] for p in module.parameters() if id(p) in index]
 
@@ -529,7 +527,6 @@ class Storage:
             self._rows.collect(value, keepers, self._mine(keepers))
 
     def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
-        """The tensors that this rank keeps of them, by matrix."""
         rank = self.world.rank
         return {i: self.weight_of(i) for i, r, box in keepers if r == rank and box.numel}
 
