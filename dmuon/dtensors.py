@@ -196,12 +196,8 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
-    """The box of ``parameter`` that this process, global rank ``rank``, holds.
-
-    Raises:
-        OwnershipError: the parameter is `Partial`, lies on a mesh without this rank, or its local
-            tensor is not what its placements say.
-    """
+    """The box of ``parameter`` that this process, global rank ``rank``, holds. OwnershipError if it
+    is `Partial`, on a mesh without this rank, or stored otherwise than its placements say."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -291,13 +287,8 @@ def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGr
 
 
 def covering_mesh(named: Named) -> DeviceMesh | None:
-    """The mesh of a parameter that contains every other parameter's; None without a `DTensor`.
-
-    Of several with the same ranks the one with the most axes, then the first.
-
-    Raises:
-        OwnershipError: no mesh contains all.
-    """
+    """The mesh of a parameter that contains every other parameter's (of equal ones that with the
+    most axes); None without a `DTensor`, OwnershipError if no mesh contains all."""
     meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]  # type: ignore[attr-defined]
     if not meshes:
         return None

@@ -38,11 +38,8 @@ EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``).
-
-    In gradients they are elements of ``parameter``'s slice, those of ``matrices``; in a bucket of
-    weights they are elements of the bucket.
-    """
+    """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``): of
+    a bucket of weights, or else of ``parameter``'s slice, those of ``matrices``."""
 
     start: int
     numel: int
@@ -56,8 +53,7 @@ class Slices:
     """The tensor-parallel slices of all parameters, and who owns what of them.
 
     ``boxes[p]`` are those of parameter p by tensor coordinate, None where it is whole everywhere.
-    ``shards`` says the same of the ranks with one pair of data coordinates, counted by their tensor
-    coordinate.
+    ``shards`` says the same of ranks with equal data coordinates, by their tensor coordinate.
     """
 
     def __init__(
@@ -156,10 +152,7 @@ def slice_boxes(
     specs: ModelSpecs, grid: Grid, reports: Sequence[RankShards]
 ) -> list[tuple[Box, ...] | None]:
     """The slice of each parameter by tensor coordinate, None where every rank has all of it.
-
-    Raises:
-        OwnershipError: data-parallel ranks have different slices, or the slices do not tile it.
-    """
+    OwnershipError if data-parallel ranks have different slices, or the slices do not tile it."""
     found: list[tuple[Box, ...] | None] = []
     for p, spec in enumerate(specs.parameters):
         boxes = [report.shards[p].box for report in reports]
@@ -183,12 +176,9 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans that travel in one collective, one after the other, all of dtype ``dtype``.
+    """Spans that travel in one collective, one after the other, all of dtype ``dtype``."""
 
-    ``shard`` is where a reduce ends; EVERYONE makes it an all-reduce.
-    """
-
-    shard: int
+    shard: int  # where a reduce ends; EVERYONE makes it an all-reduce
     dtype: str
     spans: tuple[Span, ...]
 
@@ -213,8 +203,7 @@ def gradient_bucket(
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
     """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
-    ranks update, of which ``adamw`` gives the elements here. Nothing travels of empty parameters.
-    """
+    ranks update, of which ``adamw`` gives the elements here. Nothing of empty ones travels."""
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
     for p in parameters:

@@ -41,15 +41,12 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class WaitPoint:
-    """A module, and the ids of the parameters that must be there before it runs.
-
-    ``in_layer``: it is inside a layer, which has a wait point of its own.
-    """
+    """A module, and the ids of the parameters that must be there before it runs."""
 
     module: nn.Module
     parameters: frozenset[int]
     is_root: bool = False
-    in_layer: bool = False
+    in_layer: bool = False  # inside a layer, which has a wait point of its own
 
 
 # ---- layers ----------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
 class Bucket:
     """A bucket's buffers, and views of them made once.
 
-    ``send`` is flat: the operands of what this rank holds, in the order of ``route.held``.
-    ``updates`` are where updates arrive, (flat buffer, its layout). ``stacks`` are the units that
-    it owns, (unit, ``[b, rows, cols]``), in which their matrices are assembled at every step; those
-    with co-owners, ``shared`` of them, come first.
+    ``send`` is flat: the operands of what this rank holds, in the order of ``route.blocks``.
+    ``updates`` are where updates arrive, (flat buffer, its layout). In ``stacks``, (unit,
+    ``[b, rows, cols]``), the matrices that it owns are assembled at every step; those with
+    co-owners, ``shared`` of them, come first.
     """
 
     def __init__(

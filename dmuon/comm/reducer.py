@@ -388,11 +388,8 @@ class GradientReducer:
         self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
-        """Copy one local gradient into its bucket; None counts as zero.
-
-        Raises:
-            DmuonError: the bucket has left already.
-        """
+        """Copy one local gradient into its bucket; None counts as zero. DmuonError if the bucket
+        has left already."""
         found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
             found.unusable[parameter] = True
@@ -667,43 +664,40 @@ def hook_gradients(
     return [p.register_post_accumulate_grad_hook(hook).remove for p, hook in hooks]
 
 
-class _CommHook:
-    """The one communication hook that a `DistributedDataParallel` can ever get. Without
-    ``on_bucket`` it does what DDP does by default."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.on_bucket: Callable[[Any], None] | None = None
-
-    def run(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        if self.on_bucket is None:
-            return allreduce_hook(self._group, bucket)
-        self.on_bucket(bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-
-_comm_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
+# To whom the one communication hook that a `DistributedDataParallel` can ever get hands its
+# buckets; if to nobody, it does what DDP does by default.
+_handed_to: weakref.WeakKeyDictionary[DistributedDataParallel, list[Callable[[Any], None]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _hand_over(
+    group: Any, to: Sequence[Callable[[Any], None]], bucket: Any
+) -> torch.futures.Future[Tensor]:
+    if not to:
+        return allreduce_hook(group, bucket)
+    to[0](bucket)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
     """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
-    hook = _comm_hooks.get(ddp)
-    if hook is None:
-        hook = _CommHook(ddp.process_group)
+    to = _handed_to.get(ddp)
+    if to is None:
+        to = []
+        action = partial(_hand_over, ddp.process_group, to)
         try:
             # No annotations: DDP compares them with types, and ours are strings.
-            ddp.register_comm_hook(hook, lambda hook, bucket: hook.run(bucket))
+            ddp.register_comm_hook(None, lambda _, bucket: action(bucket))
         except RuntimeError as error:
             raise OwnershipError(
                 "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
                 f"only, so do not register another ({error})"
             ) from error
-        _comm_hooks[ddp] = hook
-    hook.on_bucket = on_bucket
-    return [partial(setattr, hook, "on_bucket", None)]
+        _handed_to[ddp] = to
+    to[:] = [on_bucket]
+    return [to.clear]

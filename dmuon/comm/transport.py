@@ -165,10 +165,8 @@ def splits_communicators() -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long a collective of a group waits for a rank; None where the backend does not say.
-
-    Not a public name: there is `ProcessGroup.set_timeout`, and nothing that reads it.
-    """
+    """How long a collective of a group waits for a rank; None where the backend does not say. No
+    public name: there is `ProcessGroup.set_timeout`, and nothing that reads it."""
     with suppress(AttributeError, RuntimeError):
         assert group is not None
         found = [group._get_backend(d).options._timeout for d in group._device_types]
@@ -178,9 +176,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 class C10dTransport:
     """`torch.distributed` over a process group of its own: a rank that lacks a gradient issues a
-    bucket later than the others do, which must not cross with, say, the all-reduce of the user's
-    synchronized batch norm.
-    """
+    bucket later than the others do, which must not cross with, say, the user's batch norm."""
 
     steps: ClassVar[int] = 0  # of the optimizer that stepped last; only errors name them
 
@@ -193,11 +189,8 @@ class C10dTransport:
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """A collective call of ``ranks``, or of all ranks in ``partition``, of which ``ranks`` is a
-        part. ``parent``: a process group of all ranks that call, if there is one.
-
-        Raises:
-            OwnershipError: torch would need ranks that do not call.
-        """
+        part. ``parent``: a process group of all ranks that call, if there is one. OwnershipError
+        where torch would need ranks that do not call."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         parts = [[*ranks]] if partition is None else [list(part) for part in partition]
         callers = sum(map(len, parts))
@@ -427,8 +420,7 @@ class Meter(Counter[str]):
 
 def connect(transport: Transport, device: torch.device) -> None:
     """Run a first all-to-all in an accelerator's process group; a collective call. It connects all
-    pairs of ranks and waits for them: in a step two groups' could wait for each other.
-    """
+    pairs of ranks and waits for them: in a step two groups' could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world

@@ -299,10 +299,7 @@ class Storage:
 
     def find_parameters(self) -> None:
         """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
-
-        Raises:
-            OwnershipError: a dedicated parameter has been replaced, or is still on the meta device.
-        """
+        OwnershipError if a dedicated one has been replaced, or is still on the meta device."""
         model = self._model()
         if model is None:
             return
@@ -362,12 +359,8 @@ class Storage:
         return weight.bucket.stored(weight.start + start, box.numel).view(box.shape)
 
     def check(self) -> None:
-        """Show again what is kept where weights were moved.
-
-        Raises:
-            OwnershipError: a weight has another shape, dtype or device than it is kept in, or was
-                replaced by other values, which ranks without it cannot have received.
-        """
+        """Show again what is kept where weights were moved. OwnershipError if one has another
+        shape, dtype or device, or other values, which ranks without it cannot have received."""
         for p, weight in self._weights.items():
             data, kept = weight.tensor, weight.kept
             alike = data.dtype is kept.dtype and data.device == kept.device
@@ -507,8 +500,7 @@ class Storage:
         return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
 
     def load(self, found: Mapping[int, Tensor], flaws: Sequence[str]) -> None:
-        """Keep whole weights, by parameter, in whatever form all ranks have them. A collective
-        call.
+        """Keep whole weights, by parameter, in whatever form; a collective call.
 
         Raises:
             RuntimeError: this rank has ``flaws``; nothing is changed.
