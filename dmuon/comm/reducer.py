@@ -96,8 +96,7 @@ class OwnedGradients:
     ) -> None:
         self.slices = slices
         specs = slices.plan.specs
-        place = slices.grid.place(rank)
-        self._tensor = place[2]
+        self.place = place = slices.grid.place(rank)
         self.mine = [u for u in units if u.owner == rank]
         self.near = [u for u in units if slices.place_of[u.matrices[0]][:2] == place[:2]]
         self.here: dict[int, Tensor] = {}
@@ -111,7 +110,7 @@ class OwnedGradients:
                 views = unstacker(specs, unit)(stack)
                 self.here.update(zip(unit.matrices, views, strict=True))
             for i in cut:
-                _, box = slices.held(i, self._tensor)
+                _, box = slices.held(i, self.place[2])
                 self.here[i] = torch.zeros(box.shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
@@ -131,7 +130,7 @@ class OwnedGradients:
         for span, view in zip(segment.spans, views, strict=True):
             start = 0
             for i in span.matrices:
-                _, box = self.slices.held(i, self._tensor)
+                _, box = self.slices.held(i, self.place[2])
                 if i in self.here:
                     into.append(self.here[i])
                     arrived.append(view.narrow(0, start, box.numel).view(box.shape))
@@ -178,17 +177,16 @@ class _LiveSegment:
     what is owned here is to be reduced along replicas, too.
     """
 
-    def __init__(
-        self, segment: Segment, owned: OwnedGradients | None, replicas: int, device: torch.device
-    ) -> None:
+    def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
+        is_here = segment.shard == owned.place[1]
         dtype = getattr(torch, segment.dtype)
         self.segment = segment
         self.buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=device))
         self.views = list(self.buffer.flat.split([span.numel for span in segment.spans]))
-        self.deliveries = owned.deliveries(segment, self.views) if owned else ([], [])
+        self.deliveries = owned.deliveries(segment, self.views) if is_here else ([], [])
         self.works: list[Work] = []
         self.to_relay = False
-        self._relays = owned is not None and replicas > 1
+        self._relays = is_here and owned.slices.grid.shape[0] > 1
         self.buffer.release()
 
     def send(self, groups: ProcessGroups) -> None:
@@ -217,10 +215,10 @@ class _LiveBucket:
     """A bucket with its segments, and where in them the gradient of each parameter travels:
     ``targets``, (first element of the gradient, view)."""
 
-    def __init__(self, bucket: GradientBucket, segments: list[_LiveSegment]) -> None:
-        self.segments = segments
+    def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
+        self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
-        for live in segments:
+        for live in self.segments:
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
 
@@ -337,22 +335,14 @@ class GradientReducer:
         self._noted: dict[int, tuple[int, int]] = {}
         self._groups = process_groups
         device = parameters[0].device
-        slices = owned.slices
-        names = [spec.name for spec in slices.plan.specs.parameters]
+        names = [spec.name for spec in owned.slices.plan.specs.parameters]
         self.flags = _Flags(names, process_groups, device)
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
                 grad.record_stream(self._side.stream)
         self._under_way: list[_LiveSegment] = []
-        replicas, shard = slices.grid.shape[0], slices.grid.place(process_groups.world.rank)[1]
-
-        def live(segment: Segment) -> _LiveSegment:
-            return _LiveSegment(
-                segment, owned if segment.shard == shard else None, replicas, device
-            )
-
-        self._buckets = [_LiveBucket(b, [live(s) for s in b.segments]) for b in buckets]
+        self._buckets = [_LiveBucket(bucket, owned, device) for bucket in buckets]
         self._round = _Round(len(parameters), self._buckets)
         bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
