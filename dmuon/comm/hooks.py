@@ -338,20 +338,17 @@ class Gathers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         # Weak: what belongs to an ownership must not keep the model.
-        self._references = [weakref.ref(m) for m in _fsdp_modules(model.modules())]
+        self._modules = weakref.WeakSet(_fsdp_modules(model.modules()))
         self._device_module = torch.get_device_module(device)
 
-    def _modules(self) -> list[Any]:
-        return [m for reference in self._references if (m := reference()) is not None]
-
     def _states(self) -> list[Any]:
-        return [m._get_fsdp_state() for m in self._modules()]
+        return [m._get_fsdp_state() for m in self._modules]
 
     def ahead(self) -> bool:
         """Whether any unit gathers others ahead of time, or the order of gathering is unknown."""
         # Where torch keeps the list elsewhere, it is assumed to be in use.
         return any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()) or (
-            bool(self._references) and not self._streams()
+            bool(self._modules) and not self._streams()
         )
 
     def by_other_methods(self) -> bool:
@@ -360,7 +357,7 @@ class Gathers:
         # between hooks.
         return any(
             isinstance(value, MethodType) and value.__self__ is module and name != "forward"
-            for module in self._modules()
+            for module in self._modules
             for name, value in vars(module).items()
         )
 

@@ -137,13 +137,13 @@ class DedicatedRuntime(OwnersRuntime):
         # Modules are not kept: an ownership refers to none, because the model refers to it.
         modules = layers_of(model, options.groups, index)
         layers, others = list(modules.values()), set(modules) - {model}
-        layer_of = {p: g for g, layer in enumerate(layers) for p in layer.parameters}
         self.storage = Storage(
             slices, model, self.parameters, layers, process_groups, options, self.rows
         )
         self.prefetcher = Prefetcher(self.storage, options)
         for point in wait_points(model, others):
-            needs = sorted({layer_of[index[i]] for i in point.parameters if i in index})
+            mine = point.parameters & index.keys()
+            needs = sorted({self.prefetcher.number_of[index[i]] for i in mine})
             if needs or point.is_root:
                 inside = () if point.in_layer else tuple(area(point.module, others))
                 self._removers += hook_module(self.prefetcher, point, needs, inside)

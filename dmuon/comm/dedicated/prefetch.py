@@ -90,7 +90,7 @@ class Prefetcher:
         self.reducer: GradientReducer | None = None
         self._options = options
         self._calls = [_Calls(layer.occurrences) for layer in self.layers]
-        self._number = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
+        self.number_of = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
         self._first = sum(layer.is_root for layer in self.layers)
         self._ahead = 0  # layers whose new weights left with the step, in the order of forward
         self._launched = 0  # layers that were broadcast in this pass
@@ -254,7 +254,7 @@ class Prefetcher:
     def accumulated(self, parameter: int) -> None:
         """Autograd has accumulated into the parameter's ``grad``."""
         self.ensure_backward()
-        g = self._number.get(parameter)
+        g = self.number_of.get(parameter)
         if g is not None:
             self._calls[g].gradients += 1
         if self.reducer is not None and self.reducer.open:
