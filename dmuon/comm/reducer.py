@@ -334,6 +334,7 @@ class GradientReducer:
         # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
         self._groups = process_groups
+        self._scale = 1.0 / owned.slices.grid.data_ranks
         device = parameters[0].device
         names = [spec.name for spec in owned.slices.plan.specs.parameters]
         self.flags = _Flags(names, process_groups, device)
@@ -396,8 +397,8 @@ class GradientReducer:
                 )
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
-            scale = 1.0 / self.owned.slices.grid.data_ranks
-            self._buckets[b].fill(parameter, grad, scale, add=again and self._is_matrix(parameter))
+            add = again and self._is_matrix(parameter)
+            self._buckets[b].fill(parameter, grad, self._scale, add=add)
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
             found.waiting[b].discard(parameter)
