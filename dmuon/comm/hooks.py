@@ -100,8 +100,8 @@ def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) ->
 
 
 class Coverage:
-    """Has forward call ``wait(buckets that it needs, whether it is the root)`` at each wait point,
-    and knows which buckets of updates it misses.
+    """Calls ``wait(buckets that it needs, whether it is the root)`` at each wait point of a forward
+    pass, and knows which buckets of updates the pass has missed.
 
     ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id. For
     ``drain`` see `attach`.

@@ -174,8 +174,8 @@ class OwnersRuntime(LayoutRuntime):
         rms: Tensor,
         out: Tensor | None = None,
     ) -> Tensor | None:
-        """What is published of a unit, ``[b, rows, cols]``, in ``out`` if given, of the matrices at
-        ``where``, which have gradients; undefined elsewhere, and None where none has."""
+        """The payload of a unit, ``[b, rows, cols]``, in ``out`` if given: of the matrices at
+        ``where``, which have gradients. Undefined elsewhere, and None where none has."""
         if len(where) < len(unit.matrices):
             rms.zero_()
         if not where:

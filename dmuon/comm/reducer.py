@@ -299,7 +299,7 @@ class _Flags:
 
 
 class _Round:
-    """What this rank has in the round that is open."""
+    """This rank's part in the round that is open."""
 
     def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
         self.local = [False] * parameters  # there is a gradient
