@@ -39,8 +39,7 @@ class HostEvent:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        return None
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: HostEvent) -> float:
         return 1e3 * (end._seconds - self._seconds)
@@ -52,18 +51,12 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class Device:
-    """An accelerator. It has no state of its own, so it is made where it is needed.
+    """An accelerator. It has no state of its own, so it is made where it is needed."""
 
-    ``host_can_read``: reading a tensor costs no wait for the device. ``is_cpu``: tensors lie in the
-    memory of the host, and work is done when a call returns. ``chunk_bytes``: how much a pass over
-    many tensors takes at a time, so that the next pass finds it in the caches. ``has_triton``: our
-    Triton kernels are written for such devices; `why_no_triton` says whether they run here.
-    """
-
-    host_can_read = False
-    is_cpu = False
-    has_triton = False
-    chunk_bytes = 1 << 28
+    host_can_read = False  # a tensor, without waiting for the device
+    is_cpu = False  # tensors lie in the host's memory, and work is done when a call returns
+    has_triton = False  # our kernels are for such devices; `why_no_triton`: whether they run here
+    chunk_bytes = 1 << 28  # that a pass over many tensors takes, for the next one to find in caches
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -74,11 +67,8 @@ class Device:
         return self.device.type if found is None else str(found(self.device))
 
     def ns_dtype(self) -> torch.dtype:
-        """The fastest dtype that is accurate enough for Newton-Schulz.
-
-        float16: three more mantissa bits than bfloat16 at the same speed, and after normalization
-        nothing leaves its range.
-        """
+        """The fastest dtype that is accurate enough for Newton-Schulz: float16 has three more
+        mantissa bits than bfloat16, and after normalization nothing leaves its range."""
         return torch.float16
 
     def memory(self) -> tuple[float, float]:
@@ -88,7 +78,7 @@ class Device:
         return math.inf, math.inf
 
     def release_memory(self) -> None:
-        """Give back what torch keeps for later allocations."""
+        """Give back memory that torch keeps."""
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
@@ -222,11 +212,11 @@ class Meta(Device):
 
 
 TYPES: dict[str, type[Device]] = {"cpu": Cpu, GPU: Cuda, "mps": Mps, "hpu": Gaudi, "meta": Meta}
-"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
+"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"; without
+measurements it is priced as `analytic_class` says."""
 
 
 def of(device: torch.device | str) -> Device:
-    """The `Device` of a torch device."""
     device = device if isinstance(device, torch.device) else torch.device(device)
     return TYPES.get(device.type, Device)(device)
 
@@ -253,11 +243,8 @@ def default_device() -> torch.device:
 
 
 class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One per step.
-
-    It records events on the current stream, so timing costs no synchronization until
-    `milliseconds` is read.
-    """
+    """Milliseconds between `start` and `stop` on ``device``, summed, by events on the current
+    stream: nothing waits until `milliseconds` is read. One per step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = of(device)
@@ -299,7 +286,7 @@ class HostCopy:
 class SideStream:
     """A second stream, on which transfers are waited for without holding up the current one.
 
-    Call `join` before the current stream reads what was written here, and
+    `join` comes before the current stream reads what was written here, and
     ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
     """
 

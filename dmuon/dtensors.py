@@ -24,7 +24,6 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a `DTensor`."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
@@ -41,8 +40,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def stored_tensor(tensor: Tensor) -> Tensor:
     """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`.
 
-    Not a public name: `DTensor.to_local` gives a new tensor, and what is assigned to its data does
-    not reach the parameter. It also costs twenty times as much.
+    No public name: `DTensor.to_local` gives a new tensor, so that what is assigned to its data does
+    not reach the parameter, at twenty times the cost.
     """
     inner: Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
@@ -84,10 +83,8 @@ def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
 
 
 def copy_state(target: Tensor, source: Tensor) -> None:
-    """Copy a saved tensor, whether it lies as ``target`` does, whole, or otherwise.
-
-    A collective call where it is distributed otherwise.
-    """
+    """Copy a saved tensor, however it lies; a collective call where it is distributed otherwise
+    than ``target``."""
     mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
     if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
         source = local_tensor(source)
@@ -129,13 +126,12 @@ class LayoutStamp:
 
 
 class LocalParameters:
-    """The local tensors of parameters, looked up anew only where they have changed.
+    """The local tensors of parameters, looked up anew only where they have changed; ``version``
+    counts the changes.
 
-    A framework may exchange what a parameter stores at any time: CPU offload, `nn.Module.to`, FSDP2
-    after a state dict was loaded. Each gives the parameter another inner tensor or that tensor
-    other memory. The tensors here keep their memory alive, so that no other one gets its address:
-    an equal tensor at an equal address is the same memory, and views of it are still right.
-    ``version`` counts the changes.
+    CPU offload, `nn.Module.to`, or FSDP2 after a state dict was loaded may give a parameter another
+    inner tensor, or that tensor other memory. The tensors here keep their memory alive, so an equal
+    tensor at an equal address is the same memory, and views of it are still right.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -171,10 +167,8 @@ class LocalParameters:
         self.version += 1
 
     def gradients(self) -> list[Tensor | None]:
-        """The local part of each gradient, None where there is none.
-
-        A collective call where a gradient has other placements than its parameter.
-        """
+        """The local part of each gradient, None where there is none; a collective call where one
+        has other placements than its parameter."""
         grads = [p.grad for p in self.parameters]
         for n, (grad, stamp) in enumerate(zip(grads, self._stamps, strict=True)):
             if grad is not None and grad.layout is not torch.strided:
@@ -202,12 +196,8 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
-    """The box of ``parameter`` that this process, global rank ``rank``, holds.
-
-    Raises:
-        OwnershipError: the parameter is `Partial`, lies on a mesh without this rank, or its local
-            tensor is not what its placements say.
-    """
+    """The box of ``parameter`` that this process, global rank ``rank``, holds. OwnershipError if it
+    is `Partial`, on a mesh without this rank, or stored otherwise than its placements say."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -252,7 +242,6 @@ def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The global ranks of a mesh, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
@@ -268,12 +257,8 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
 
 
 def flaw_of_device(named: Named) -> str | None:
-    """That a parameter lies on another device than the current one; None where none does, or where
-    there is no other process.
-
-    Collectives of objects run on the current device: on the first one, of all ranks, where nobody
-    has set it.
-    """
+    """That a parameter lies on another device than the current one, where collectives of objects
+    run; None where none does, or where there is no other process."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     for name, p in named:
@@ -302,13 +287,8 @@ def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGr
 
 
 def covering_mesh(named: Named) -> DeviceMesh | None:
-    """The mesh of a parameter that contains every other parameter's; None without a `DTensor`.
-
-    Of several with the same ranks the one with the most axes, then the first.
-
-    Raises:
-        OwnershipError: no mesh contains all.
-    """
+    """The mesh of a parameter that contains every other parameter's (of equal ones that with the
+    most axes); None without a `DTensor`, OwnershipError if no mesh contains all."""
     meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]  # type: ignore[attr-defined]
     if not meshes:
         return None

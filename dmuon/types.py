@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+S = TypeVar("S", bound="State")
 
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
@@ -52,6 +54,28 @@ class Algorithm(str, Enum):
     MUON = "muon"
     ADAMW = "adamw"
     FROZEN = "frozen"
+
+
+class State(Enum):
+    """A state of what ranks do together: its label, and the names of the states that may follow.
+
+    None of them depends on time, so the collectives issued in a state are the same on every rank.
+    """
+
+    def __init__(self, label: str, follows: str) -> None:
+        self.label = label
+        self.follows = follows.split()
+
+    def to(self, new: S) -> S:
+        """``new``, which may be the same state; RuntimeError, a bug in dmuon, if it may not
+        follow."""
+        if new is not self and new.name not in self.follows:
+            raise RuntimeError(
+                f"internal error of dmuon: {type(self).__name__} cannot change from {self.name} to "
+                f"{new.name}, only to {', '.join(self.follows)}. Please report it, with the "
+                "model's forward pass"
+            )
+        return new
 
 
 def printable(text: str) -> str:

@@ -37,22 +37,9 @@ EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The part of a matrix that one rank holds: ``numel`` elements of its slice of the parameter,
-    from ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
-
-    start: int
-    numel: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
 class Span:
-    """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``).
-
-    In gradients they are elements of ``parameter``'s slice, those of ``matrices``; in a bucket of
-    weights they are elements of the bucket.
-    """
+    """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``): of
+    a bucket of weights, or else of ``parameter``'s slice, those of ``matrices``."""
 
     start: int
     numel: int
@@ -66,8 +53,7 @@ class Slices:
     """The tensor-parallel slices of all parameters, and who owns what of them.
 
     ``boxes[p]`` are those of parameter p by tensor coordinate, None where it is whole everywhere.
-    ``shards`` says the same of the ranks with one pair of data coordinates, counted by their tensor
-    coordinate.
+    ``shards`` says the same of ranks with equal data coordinates, by their tensor coordinate.
     """
 
     def __init__(
@@ -103,7 +89,8 @@ class Slices:
         )
         copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
         self.shards = ShardMap(specs, reports, copies, holders)
-        self._place = [grid.place(owner) for owner in plan.owners]
+        # (replica, shard, tensor) of the owner of each matrix.
+        self.place_of = [grid.place(owner) for owner in plan.owners]
 
     @classmethod
     def flat(cls, plan: OwnershipPlan) -> Slices:
@@ -112,16 +99,10 @@ class Slices:
         grid = Grid((1, world, 1), tuple(range(world)))
         return cls(plan, grid, [None] * len(plan.specs.parameters))
 
-    def owner_place(self, matrix: int) -> tuple[int, int, int]:
-        """(replica, shard, tensor) of a matrix's owner."""
-        return self._place[matrix]
-
     def is_cut(self, matrix: int) -> bool:
-        """Whether the matrix lies in slices on several ranks."""
         return self.boxes[self.plan.specs.matrices[matrix].parameter] is not None
 
     def shape(self, parameter: int, tensor: int) -> tuple[int, ...]:
-        """The shape of a parameter's slice."""
         return self.shards.shard(tensor, parameter).box.shape
 
     def keepers(
@@ -134,7 +115,7 @@ class Slices:
         """
         found = []
         for i in self.matrices_of[parameter]:
-            replica, shard, tensor = self._place[i]
+            replica, shard, tensor = self.place_of[i]
             every = in_slices and (replicas or self.is_cut(i))
             box = self.shards.boxes[i]
             for r in range(self.grid.shape[0]) if replicas else [replica]:
@@ -144,8 +125,9 @@ class Slices:
                     found.append((i, rank, kept if in_slices else box))
         return found
 
-    def held(self, matrix: int, tensor: int) -> Held:
-        """The part of a matrix that the ranks with this tensor coordinate hold."""
+    def held(self, matrix: int, tensor: int) -> tuple[int, Box]:
+        """The part of a matrix that the ranks with this tensor coordinate hold: its first element
+        in their slice of the parameter, and its box, counted from the matrix's corner."""
         outer = self.shards.boxes[matrix]
         local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
         common, start = outer.intersection(local), 0
@@ -153,17 +135,16 @@ class Slices:
             # Row-major in the slice; a range of the whole has no gaps in a slice either.
             for corner, size in zip(common.within(local).offset, local.shape, strict=True):
                 start = start * size + corner
-        return Held(start, common.numel, common.within(outer))
+        return start, common.within(outer)
 
     def spans(self, parameter: int, tensor: int) -> list[Span]:
         """The spans of a matrix parameter's slice, in element order; empty slices have none."""
-        pairs = [(self.held(i, tensor), i) for i in self.matrices_of[parameter]]
-        pairs = sorted((p for p in pairs if p[0].numel), key=lambda pair: pair[0].start)
+        parts = [(*self.held(i, tensor), i) for i in self.matrices_of[parameter]]
+        held = sorted((start, box.numel, i) for start, box, i in parts if box.numel)
         found = []
-        for (replica, shard), members in groupby(pairs, lambda pair: self._place[pair[1]][:2]):
-            mine = list(members)
-            numel, matrices = sum(h.numel for h, _ in mine), tuple(i for _, i in mine)
-            found.append(Span(mine[0][0].start, numel, shard, replica, parameter, matrices))
+        for (replica, shard), members in groupby(held, lambda part: self.place_of[part[2]][:2]):
+            starts, numels, matrices = zip(*members)
+            found.append(Span(starts[0], sum(numels), shard, replica, parameter, matrices))
         return found
 
 
@@ -171,10 +152,7 @@ def slice_boxes(
     specs: ModelSpecs, grid: Grid, reports: Sequence[RankShards]
 ) -> list[tuple[Box, ...] | None]:
     """The slice of each parameter by tensor coordinate, None where every rank has all of it.
-
-    Raises:
-        OwnershipError: data-parallel ranks have different slices, or the slices do not tile it.
-    """
+    OwnershipError if data-parallel ranks have different slices, or the slices do not tile it."""
     found: list[tuple[Box, ...] | None] = []
     for p, spec in enumerate(specs.parameters):
         boxes = [report.shards[p].box for report in reports]
@@ -198,12 +176,9 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans that travel in one collective, one after the other, all of dtype ``dtype``.
+    """Spans that travel in one collective, one after the other, all of dtype ``dtype``."""
 
-    ``shard`` is where a reduce ends; EVERYONE makes it an all-reduce.
-    """
-
-    shard: int
+    shard: int  # where a reduce ends; EVERYONE makes it an all-reduce
     dtype: str
     spans: tuple[Span, ...]
 
@@ -228,11 +203,7 @@ def gradient_bucket(
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
     """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
-    ranks update.
-
-    ``adamw`` gives the elements, here, of the parameters that all ranks update. An empty
-    parameter takes part in the flags, but nothing of it travels.
-    """
+    ranks update, of which ``adamw`` gives the elements here. Nothing of empty ones travels."""
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
     for p in parameters:
@@ -272,18 +243,13 @@ def cut_by_bytes(
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Parameters whose weights lie one behind the other in one buffer.
-
-    ``sends`` are the spans that leave in one broadcast along shards each (their ``replica`` says
-    nothing), ``publishes`` those that leave in one along replicas. ``keeper`` is the shard
-    coordinate that keeps all of it, None where there are several.
-    """
+    """Parameters whose weights lie one behind the other in one buffer."""
 
     dtype: str
     parameters: tuple[int, ...]
-    sends: tuple[Span, ...]
-    publishes: tuple[Span, ...]
-    keeper: int | None
+    sends: tuple[Span, ...]  # in one broadcast along shards each; their ``replica`` says nothing
+    publishes: tuple[Span, ...]  # in one broadcast along replicas each
+    keeper: int | None  # the shard coordinate that keeps all of it, if one does
 
     @property
     def numel(self) -> int:
@@ -327,11 +293,9 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 def publish_buckets(
     units: Sequence[Unit], bucket_bytes: int, item: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The units whose results leave in one broadcast each, with their owner.
-
-    In the order of their predicted completion, the same on every rank. Each owner fills its buckets
-    in its order of execution, up to about ``bucket_bytes`` in a dtype of ``item`` bytes.
-    """
+    """The units whose results leave in one broadcast each, with their owner, in the order of their
+    predicted completion. Each owner fills its buckets in its order of execution, up to about
+    ``bucket_bytes`` in a dtype of ``item`` bytes."""
     by_owner: dict[int, list[int]] = defaultdict(list)
     for u, unit in enumerate(units):
         by_owner[unit.owner].append(u)
@@ -420,10 +384,7 @@ def allocate(
 
 class Buffer:
     """A flat tensor that has memory between `hold` and `release` only, or always if ``lasting``.
-
-    Its storage is resized to zero and back, never replaced: views stay views, and what autograd
-    saved of it in forward is there again in backward.
-    """
+    Its storage is resized, never replaced: views stay views, also those that autograd saved."""
 
     def __init__(self, flat: Tensor, *, lasting: bool = False) -> None:
         self.flat = flat
@@ -436,6 +397,5 @@ class Buffer:
             self._storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Give the memory back, unless it is lasting."""
         if self._storage is not None:
             self._storage.resize_(0)

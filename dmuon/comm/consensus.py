@@ -17,11 +17,11 @@ def attempt(
 ) -> T:
     """Run ``work`` on every rank, exchange the outcome once, and succeed or fail together.
 
-    A rank whose ``work`` raised raises that error again; the others raise a ConsensusError that
-    quotes it. ``digest`` describes the result in lines, which must be equal on all ranks.
+    A rank whose ``work`` raised raises that error again. ``digest`` describes the result in lines,
+    which must be equal on all ranks.
 
     Raises:
-        ConsensusError: another rank failed, or the results differ.
+        ConsensusError: another rank failed, whose error it quotes, or the results differ.
     """
     value, error = _outcome(work)
     text = "" if error is not None else digest(value)  # type: ignore[arg-type]
@@ -116,11 +116,8 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
 
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
-    """Run ``solve`` on the mesh's first rank and give its text to every rank.
-
-    Raises:
-        ConsensusError: ``solve`` raised (on the first rank its own error is raised).
-    """
+    """Run ``solve`` on the mesh's first rank and give its text to every rank. Where it raised, the
+    other ranks raise ConsensusError."""
     value, error = _outcome(solve) if transport.rank == 0 else (None, None)
     text, failure = transport.broadcast_object((value, _told(error)), 0)
     if error is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -34,16 +36,10 @@ class Gradients:
 
 
 class LayoutRuntime(ABC):
-    """Moves the bytes of one ownership.
+    """Moves the bytes of one ownership. Newton-Schulz and the collectives run on ``device``."""
 
-    ``units`` are what is computed at once, in the order of execution; there are none before the
-    optimizer has bound itself. ``parameters`` are the planned ones, in the order of the plan,
-    ``dedicated`` those that only their owners store. Newton-Schulz and the collectives run on
-    ``device``; ``apart`` is that of `units_of`.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    dedicated: Sequence[nn.Parameter] = ()
+    parameters: Sequence[nn.Parameter]  # the planned ones, in the order of the plan
+    dedicated: Sequence[nn.Parameter] = ()  # those that only their owners store
 
     def __init__(
         self,
@@ -55,10 +51,13 @@ class LayoutRuntime(ABC):
         self.plan = plan
         self.transport = transport
         self.device = device
-        self.units: tuple[Unit, ...] = ()
-        self.apart = False
+        self.units: tuple[Unit, ...] = ()  # as executed, once an optimizer has bound itself
+        self.one_by_one = False  # see `units_of`
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
+        self._sync = True
+        self._watch: ParameterWatch | None = None  # where nothing else notices replaced parameters
+        self._coverage: Coverage | None = None  # of the buckets of updates, where hooks wait
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
@@ -88,9 +87,28 @@ class LayoutRuntime(ABC):
     def gradients_changed(self) -> None:  # noqa: B027
         """Everything that `gradients` gave has been changed in place."""
 
-    @abstractmethod
     def set_sync(self, sync: bool) -> bool:
-        """Whether backward reduces gradients; returns the previous setting."""
+        """Whether backward reduces gradients, FSDP2's too; returns the previous setting."""
+        previous, self._sync = self._sync, sync
+        model = self._model()
+        for root in () if model is None else fsdp_roots(model):
+            root.set_requires_gradient_sync(sync)
+        return previous
+
+    def _wait_at(
+        self,
+        points: Sequence[WaitPoint],
+        buckets: Iterable[Iterable[int]],
+        wait: Callable[[Sequence[int], bool], None],
+    ) -> None:
+        """Wait at these points, as `Coverage` does; ``buckets`` gives the parameters whose updates
+        are in each."""
+        buckets_of: dict[int, set[int]] = defaultdict(set)
+        for b, parameters in enumerate(buckets):
+            for p in parameters:
+                buckets_of[id(self.parameters[p])].add(b)
+        self._coverage = Coverage(points, buckets_of, wait, self.synchronize)
+        self._removers += self._coverage.removers
 
     @abstractmethod
     def close(self) -> None:
@@ -115,7 +133,6 @@ class LayoutRuntime(ABC):
             )
 
     def _not_bound(self) -> OwnershipError:
-        """The error of a call that needs an optimizer when there is none."""
         return OwnershipError(
             "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
             if self._closed

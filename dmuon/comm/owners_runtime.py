@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,7 +34,7 @@ from dmuon.comm.buckets import (
     gradient_bucket,
     publish_buckets,
 )
-from dmuon.comm.hooks import Coverage, ParameterWatch, attach, wait_points
+from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -80,15 +78,16 @@ class OwnersRuntime(LayoutRuntime):
         slices: Slices,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        transport: Transport,
+        process_groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        super().__init__(slices.plan, model, transport, device)
+        super().__init__(slices.plan, model, process_groups.world, device)
+        self.process_groups = process_groups
+        self.meter = process_groups.meter
         self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: GradientReducer | None = None
         self._slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
-        self._watch: ParameterWatch | None = None
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
     @abstractmethod
@@ -100,7 +99,7 @@ class OwnersRuntime(LayoutRuntime):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        self.units = units_of(self.plan, groups, apart=self.apart)
+        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
@@ -145,7 +144,9 @@ class OwnersRuntime(LayoutRuntime):
         return Gradients(counted, common, stored)
 
     def set_sync(self, sync: bool) -> bool:
-        return self._bound.set_sync(sync)
+        previous = self._bound.set_sync(sync)
+        super().set_sync(sync)
+        return previous
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
@@ -164,6 +165,29 @@ class OwnersRuntime(LayoutRuntime):
         present, matrices = self._bound.present, self.plan.specs.matrices
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
+    def _computed(
+        self,
+        compute: Compute,
+        unit: Unit,
+        where: list[int],
+        gradients: Tensor,
+        rms: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """The payload of a unit, ``[b, rows, cols]``, in ``out`` if given: of the matrices at
+        ``where``, which have gradients. Undefined elsewhere, and None where none has."""
+        if len(where) < len(unit.matrices):
+            rms.zero_()
+        if not where:
+            return None
+        payload, found = compute(unit, rows_of(gradients, where), where)
+        set_rows(rms, where, found)
+        if out is None and len(where) == len(unit.matrices):
+            return payload
+        out = payload.new_empty(unit.shape) if out is None else out
+        set_rows(out, where, payload)
+        return out
+
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
         """Compute what is owned here and launch all publishing."""
@@ -181,10 +205,6 @@ class OwnersRuntime(LayoutRuntime):
             rms = self._rms.get(unit.matrices[0], ())
             found |= {specs[i].name: value for i, value in zip(unit.matrices, rms)}
         return found
-
-    def _unbind(self) -> None:
-        self._remove_hooks()
-        self.reducer = None
 
 
 @dataclass(slots=True)
@@ -225,15 +245,14 @@ class ReducedRuntime(OwnersRuntime):
         options: ReplicatedOptions,
         ddp: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(Slices.flat(plan), model, parameters, transport, parameters[0].device)
+        groups, device = ProcessGroups.flat(transport), parameters[0].device
+        super().__init__(Slices.flat(plan), model, parameters, groups, device)
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._broadcasts: list[_Broadcast] = []
         self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
-
-    # ---- binding and closing -----------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
@@ -267,8 +286,7 @@ class ReducedRuntime(OwnersRuntime):
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
-        groups_of_all = ProcessGroups.flat(self.transport)
-        self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
+        self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         self._install_hooks(self.reducer)
 
     def _install_hooks(self, reducer: GradientReducer) -> None:
@@ -279,24 +297,15 @@ class ReducedRuntime(OwnersRuntime):
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
-        broadcasts_of: dict[int, set[int]] = defaultdict(set)
-        for b, bucket in enumerate(self._broadcasts):
-            for p in chain.from_iterable(live.parameters for live in bucket.units):
-                broadcasts_of[id(self.parameters[p])].add(b)
-        points = wait_points(model)
-        self._coverage = coverage = Coverage(points, broadcasts_of)
 
-        def wait(number: int, needed: Sequence[int], at_root: bool) -> None:
-            coverage.passed(number)
-            if at_root:
+        def wait(needed: Sequence[int], at_root: bool) -> None:
+            if at_root and self._ddp is None:
                 # A backward that raised left its round open; the others count on its end.
                 reducer.finish()
             self._wait_for(needed)
 
-        for number, point in enumerate(points):
-            at_root = point.is_root and ddp is None
-            action = partial(wait, number, coverage.needed(number), at_root)
-            self._removers += attach(point, action, self.synchronize)
+        buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._broadcasts]
+        self._wait_at(wait_points(model), buckets, wait)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
         """Apply the updates first, because gradients take their memory."""
@@ -331,11 +340,9 @@ class ReducedRuntime(OwnersRuntime):
 
     def close(self) -> None:
         self.synchronize()
-        self._unbind()
-        self._broadcasts = []
-        self.transport.close()
-
-    # ---- gradients ---------------------------------------------------------------------------
+        self._remove_hooks()
+        self.reducer, self._broadcasts = None, []
+        self.process_groups.close()
 
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
@@ -353,8 +360,6 @@ class ReducedRuntime(OwnersRuntime):
                 "this backward. Build it with find_unused_parameters=True"
             )
 
-    # ---- step --------------------------------------------------------------------------------
-
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
         # Which parameters have a gradient on any rank is the same on every rank, so all leave the
@@ -367,23 +372,19 @@ class ReducedRuntime(OwnersRuntime):
                 continue
             bucket.buffer.hold()
             if bucket.owner == self.transport.rank:
-                bucket.rms.zero_()
                 for live, mine in zip(bucket.units, where, strict=True):
-                    if mine:
-                        gradients = rows_of(reducer.owned.stack(live.unit), mine)
-                        payload, rms = compute(live.unit, gradients, mine)
-                        set_rows(live.payload, mine, payload)
-                        set_rows(live.rms, mine, rms)
+                    gradients = reducer.owned.stack(live.unit)
+                    self._computed(compute, live.unit, mine, gradients, live.rms, live.payload)
             flat = bucket.buffer.flat
-            self.meter.add("updates", flat)
+            self.meter["updates"] += flat.nbytes
             work = self.transport.broadcast(flat, bucket.owner, tag="updates")
             self._pending[b], bucket.where = (work, apply), where
         reducer.clear()
         # The forward that led here read these without passing their wait point.
+        assert self._coverage is not None
         self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
-        """Wait for these, where they are pending, and apply them."""
         if not self._pending:
             return
         for b in sorted(self._pending.keys() & broadcasts):

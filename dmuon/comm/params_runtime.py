@@ -11,22 +11,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.comm.hooks import (
-    Coverage,
     Gathers,
     ParameterWatch,
-    attach,
     check_replaced,
     drain_before_unshard,
-    fsdp_roots,
     fsdp_wait_points,
     wait_points,
 )
@@ -64,11 +59,7 @@ class ParamsRuntime(LayoutRuntime):
         self.batch_numel = 0  # of a batch of several blocks, once bound
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
-        self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
-        self._sync = True
-        # Where parameters are plain tensors nothing else notices.
-        self._watch: ParameterWatch | None = None
         if model is not None and plan.layout is Layout.REPLICATED:
             self._watch = ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
@@ -76,12 +67,10 @@ class ParamsRuntime(LayoutRuntime):
     def limits(self, sizes: StateSizes) -> OwnerLimits:
         return self.shards.limits(self.plan.limits.memory_bytes, sizes)
 
-    # ---- binding and closing -------------------------------------------------------------
-
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
-        self.units = units_of(self.plan, groups, apart=self.apart)
+        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
         options = self._options
         self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
@@ -93,13 +82,12 @@ class ParamsRuntime(LayoutRuntime):
             self._install_hooks(model, self.pipeline)
 
     def index_among(self, ranks: tuple[int, ...]) -> int:
-        """The number of this rank among co-owners."""
         return self._peers[ranks].rank
 
     def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
         """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
         peers, size = self._peers[ranks], source[0].numel()
-        self.meter.add_bytes(tag, source.nbytes)
+        self.meter[tag] += source.nbytes
         splits = [size * (j != peers.rank) for j in range(peers.world)]
         return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
@@ -109,17 +97,10 @@ class ParamsRuntime(LayoutRuntime):
         return self.shards.is_local(unit.matrices[0])
 
     def _install_hooks(self, model: nn.Module, pipeline: Pipeline) -> None:
-        buckets_of: dict[int, set[int]] = defaultdict(set)
-        for b, bucket in enumerate(pipeline.buckets):
-            parts = (part for _, message in bucket.landings for part in message.parts)
-            for i in chain.from_iterable(part.matrices for part in parts):
-                buckets_of[id(self.parameters[self.plan.specs.matrices[i].parameter])].add(b)
-        points = [*wait_points(model), *fsdp_wait_points(model)]
         self._gathers = gathers = Gathers(model, self.device)
-        self._coverage = coverage = Coverage(points, buckets_of)
+        matrices = self.plan.specs.matrices
 
-        def wait(number: int, needed: Sequence[int]) -> None:
-            coverage.passed(number)
+        def wait(needed: Sequence[int], at_root: bool) -> None:
             if not pipeline.pending:
                 return
             with torch.no_grad():
@@ -127,9 +108,11 @@ class ParamsRuntime(LayoutRuntime):
                 pipeline.apply_pending(pipeline.pending if gathers.ahead() else needed)
             gathers.readers_wait()
 
-        for number, point in enumerate(points):
-            before = partial(wait, number, coverage.needed(number))
-            self._removers += attach(point, before, self.synchronize)
+        buckets = [
+            {matrices[i].parameter for _, message in b.updates for i in message.matrices}
+            for b in pipeline.buckets
+        ]
+        self._wait_at([*wait_points(model), *fsdp_wait_points(model)], buckets, wait)
         self._removers += drain_before_unshard(model, self.synchronize)
 
     def close(self) -> None:
@@ -146,8 +129,6 @@ class ParamsRuntime(LayoutRuntime):
         if self.pipeline is None:
             raise self._not_bound()
         return self.pipeline
-
-    # ---- gradients -----------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """The framework has reduced them; check that parameters are what was planned."""
@@ -174,19 +155,9 @@ class ParamsRuntime(LayoutRuntime):
         counted = [grad for i, grad in found if self.shards.counts(i, self.transport.rank)]
         return Gradients(counted, [], [grad for _, grad in found])
 
-    def set_sync(self, sync: bool) -> bool:
-        previous, self._sync = self._sync, sync
-        model = self._model()
-        if model is not None:
-            for root in fsdp_roots(model):
-                root.set_requires_gradient_sync(sync)
-        return previous
-
-    # ---- step ----------------------------------------------------------------------------
-
     def all_reduce(self, vector: Tensor, tag: str) -> Work:
         """Sum ``vector`` over all ranks, counted in the meter."""
-        self.meter.add(tag, vector)
+        self.meter[tag] += vector.nbytes
         return self.transport.all_reduce(vector, tag=tag)
 
     def apply_missed(self) -> None:

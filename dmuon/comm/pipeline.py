@@ -36,11 +36,10 @@ _INBOUND = 3  # of the buffers of a bucket
 def _room(route: BucketRoute) -> tuple[int, ...]:
     """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
     here as blocks, then as the pieces that go to owners; what comes to this owner, and its updates;
-    updates of what is held here, as pieces and as blocks; what replicas copy, out and in.
-
-    Where pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
+    updates of what is held here, as pieces and as blocks; what replicas copy, out and in. Where
+    pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
     """
-    owned = 0 if route.published is not None else route.owned.numel
+    owned = 0 if route.everywhere else route.owned.numel
     pieces, came = route.held.numel, route.came.numel
     return (
         route.blocks.numel, pieces if route.cuts else 0, owned,
@@ -52,10 +51,10 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
 class Bucket:
     """A bucket's buffers, and views of them made once.
 
-    ``send`` is flat: the operands of what this rank holds, in the order of ``route.held``.
-    ``landings`` are where updates arrive, (flat buffer, its layout). ``stacks`` are the units that
-    it owns, (unit, ``[b, rows, cols]``), in which their matrices are assembled at every step; those
-    with co-owners, ``shared`` of them, come first.
+    ``send`` is flat: the operands of what this rank holds, in the order of ``route.blocks``.
+    ``updates`` are where updates arrive, (flat buffer, its layout). In ``stacks``, (unit,
+    ``[b, rows, cols]``), the matrices that it owns are assembled at every step; those with
+    co-owners, ``shared`` of them, come first.
     """
 
     def __init__(
@@ -71,14 +70,15 @@ class Bucket:
         self.send, pieces, arrived, leaving, came, updates, copies_out, copies_in = buffers
         sent = pieces if route.cuts else self.send
         came = came if route.joins else updates
-        self.landings = [(updates, route.updates), (copies_in, route.copies_in)]
+        self.updates = [(updates, route.updates), (copies_in, route.copies_in)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
-        if route.published is not None:
-            self.shares = list(came.split(route.published.splits))
+        if route.everywhere:
+            self.shares = list(came.split(route.came.splits))
             leaving, arrived = self.shares[rank], sent
-        # Of each exchange: what comes, and what is sent.
-        self.gather, self.scatter = (arrived, sent), (came, leaving)
-        self.replicate = copies_in, copies_out
+        # Of each exchange: its tag, what comes, and what is sent.
+        self.gather = "gather", (arrived, route.owned), (sent, route.held)
+        self.scatter = "scatter", (came, route.came), (leaving, route.owned)
+        self.replicate = "replicate", self.updates[1], (copies_out, route.copies_out)
         # Pieces and blocks, what is copied into what is first.
         self.cuts = _views(cut.within(sent, self.send) for cut in route.cuts)
         self.joins = _views(cut.within(came, updates)[::-1] for cut in route.joins)
@@ -86,7 +86,7 @@ class Bucket:
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
         self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
         self.shared = sum(bool(units[u].co_owners) for u in route.units)
-        owned, copied, stack_of = route.owned.parts, route.copies_out.parts, dict(self.stacks)
+        owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = (
             [places(stack_of[part.unit], part) for part in owned],
@@ -95,18 +95,8 @@ class Bucket:
         # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
         self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
-        # What is sent to replicas, and the updates that it copies. Matrices that follow each other
-        # in the first do so in the second, where no fewer are joined.
-        starts_at = {
-            (part.unit, part.position + j): part.start + j * part.box.numel
-            for part in route.updates.parts
-            for j in range(len(part.matrices))
-        }
-        starts = [starts_at[part.unit, part.position] for part in copied]
-        self.copies = (
-            [copies_out.narrow(0, part.start, part.numel) for part in copied],
-            [updates.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
-        )
+        # What is sent to replicas, and the updates that it copies.
+        self.copies = _views(cut.within(copies_out, updates) for cut in route.copies)
 
 
 def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -115,14 +105,18 @@ def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[T
     return [to for to, _ in found], [source for _, source in found]
 
 
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 class Pipeline:
     """Cuts ``units``, of which those at ``travelling`` travel at all, into buckets, and moves the
     buckets of one rank; ``like`` gives the dtype and device of what travels.
 
     ``inbound`` is the dtype on the way to the owners, where it is another. ``nbytes`` are those of
-    its buffers: "inbound" and "outbound" have room, slot by slot, for what the rank holds and what
-    it owns of a bucket ("outbound" also for the copies of replicas); "assembly" is the largest
-    owned bucket.
+    its buffers: "inbound" and "outbound" have room, slot by slot, for what the rank holds, copies
+    and owns of a bucket; "assembly" is the largest owned bucket.
     """
 
     def __init__(
@@ -177,7 +171,7 @@ class Pipeline:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
                 until the next call. None if nobody will apply the update.
-            apply: update the parameters by what came to a bucket's ``landings``. For the last
+            apply: update the parameters by what came to a bucket's ``updates``. For the last
                 buckets `apply_pending` calls it, later.
             meanwhile: called while the first buckets travel; if only updates travel, while the last
                 ones do.
@@ -196,8 +190,7 @@ class Pipeline:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
             wait_all(bucket.works)
-            if bucket.assembly[0]:
-                torch._foreach_copy_(*bucket.assembly)
+            _copy(*bucket.assembly)
             if b + self._slots < count:
                 self._gather(b + self._slots, fill)
             if b and self._slots == 1:  # its slot is needed now
@@ -215,11 +208,10 @@ class Pipeline:
                 return False
             for owner, part in enumerate(bucket.shares):
                 if part.numel():
-                    self._meter.add("updates", part)
+                    self._meter["updates"] += part.nbytes
                     bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
             if not bucket.shares:
-                route = bucket.route
-                self._all_to_all(bucket, bucket.scatter, route.owned, route.held, "scatter")
+                self._exchange(bucket, *bucket.scatter)
             self._pending[b] = apply
             if b and self._slots > 1:
                 self._replicate(b - 1)
@@ -232,35 +224,30 @@ class Pipeline:
     def _arrive(self, bucket: Bucket) -> None:
         """Wait for the updates of what is held here, and join them to blocks."""
         wait_all(bucket.works)
-        if bucket.joins[0]:
-            torch._foreach_copy_(*bucket.joins)
+        _copy(*bucket.joins)
 
-    def _all_to_all(
-        self, bucket: Bucket, both: tuple[Tensor, Tensor], to: Message, came: Message, tag: str
+    def _exchange(
+        self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
     ) -> None:
-        """``both``: what comes, laid out as ``came``, and what is sent, laid out as ``to``."""
-        output, source = both
-        sent = to.numel - to.splits[self._transport.rank]
-        self._meter.add_bytes(tag, sent * source.element_size())
-        work = self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)
+        (output, into), (source, to) = came, sent
+        numel = to.numel - to.splits[self._transport.rank]
+        self._meter[tag] += numel * source.element_size()
+        work = self._transport.all_to_all(output, source, into.splits, to.splits, tag=tag)
         bucket.works.append(work)
 
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
-        bucket, route = self.buckets[b], self.buckets[b].route
+        bucket = self.buckets[b]
         fill(b)
-        if bucket.cuts[0]:
-            torch._foreach_copy_(*bucket.cuts)
+        _copy(*bucket.cuts)
         if not bucket.shares:
-            self._all_to_all(bucket, bucket.gather, route.held, route.owned, "gather")
+            self._exchange(bucket, *bucket.gather)
 
     def _replicate(self, b: int) -> None:
-        bucket, route = self.buckets[b], self.buckets[b].route
-        if not route.replicates:
-            return
-        self._arrive(bucket)
-        if bucket.copies[0]:
-            torch._foreach_copy_(*bucket.copies)
-        self._all_to_all(bucket, bucket.replicate, route.copies_out, route.copies_in, "replicate")
+        bucket = self.buckets[b]
+        if bucket.route.replicates:
+            self._arrive(bucket)
+            _copy(*bucket.copies)
+            self._exchange(bucket, *bucket.replicate)
 
     def apply_pending(self, buckets: Sequence[int]) -> None:
         """Wait for the updates of these buckets, where they are pending, and apply them."""

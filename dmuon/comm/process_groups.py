@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.transport import LocalTransport, Transport
+from dmuon.comm.transport import LocalTransport, Meter, Transport
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
@@ -49,9 +50,7 @@ class Grid:
         shape = topology.shape
         data = [i for i, axis in enumerate(topology.axes) if axis not in tensor_axes]
         order = data + [i for i, axis in enumerate(topology.axes) if axis in tensor_axes]
-        strides = [math.prod(shape[i + 1 :]) for i in order]
-        places = product(*(range(shape[i]) for i in order))
-        ranks = tuple(sum(map(math.prod, zip(at, strides, strict=True))) for at in places)
+        ranks = tuple(np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel().tolist())
         replicas = math.prod(shape[i] for i in data[:-1])
         shards = shape[data[-1]] if data else 1
         return cls((replicas, shards, len(ranks) // (replicas * shards)), ranks)
@@ -63,7 +62,6 @@ class Grid:
         return index // (shards * tensors), index // tensors % shards, index % tensors
 
     def rank_at(self, replica: int, shard: int, tensor: int) -> int:
-        """The mesh rank at a place."""
         _, shards, tensors = self.shape
         return self.ranks[(replica * shards + shard) * tensors + tensor]
 
@@ -86,20 +84,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """A transport for each purpose, so that the order in one never depends on another.
+    """A transport for each purpose, so that the order in one never depends on another. ``meter``
+    counts what is sent in any of them."""
 
-    ``world``: flags, norms, planning. ``weights``: materialization along shards. ``gradients``:
-    reduction along shards. ``replicas``: second level of reduction, and publishing. ``tensors``:
-    gathering and scattering among tensor-parallel ranks. ``data``: the all-reduction of adamw
-    parameters' gradients.
-    """
-
-    world: Transport
-    weights: Transport
-    gradients: Transport
-    replicas: Transport
-    tensors: Transport
-    data: Transport
+    world: Transport  # flags, norms, planning
+    weights: Transport  # materialization along shards
+    gradients: Transport  # reduction along shards
+    replicas: Transport  # second level of reduction, and publishing
+    tensors: Transport  # gathering and scattering among tensor-parallel ranks
+    data: Transport  # the all-reduction of adamw parameters' gradients
+    meter: Meter = field(default_factory=Meter)
 
     @classmethod
     def flat(cls, world: Transport) -> ProcessGroups:
@@ -123,7 +117,6 @@ class ProcessGroups:
 
     @property
     def failed(self) -> bool:
-        """Whether a collective has failed in any group."""
         return any(transport.failed for transport in self._all)
 
     @property
@@ -132,7 +125,6 @@ class ProcessGroups:
         return list({id(t): t for t in used}.values())
 
     def close(self) -> None:
-        """Release each transport once."""
         for transport in self._all:
             transport.close()
 
@@ -156,16 +148,12 @@ def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed knows other processes."""
     return dist.is_available() and dist.is_initialized()
 
 
 def check_launched(caller: str) -> None:
     """Raise OwnershipError if a launcher started several processes and they do not know each other.
-
-    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
-    read only where there is no process group.
-    """
+    Only where there is no process group is ``WORLD_SIZE`` read, which torchrun sets."""
     if is_initialized():
         return
     text = os.environ.get("WORLD_SIZE")
@@ -180,8 +168,7 @@ def check_launched(caller: str) -> None:
         raise OwnershipError(
             f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
             "torch.distributed is not initialized, so each process would train a model of its own. "
-            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
-            "train in this process alone"
+            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE"
         )
 
 
@@ -191,7 +178,6 @@ def check_planned_together(transports: Sequence[Transport]) -> None:
     if alone and is_initialized() and dist.get_world_size() > 1:
         raise OwnershipError(
             "dmuon.Muon: the model was dedicated in a world of one process, before "
-            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
-            "would train a model of its own. Call torch.distributed.init_process_group() before "
-            "dmuon.dedicate_params"
+            f"torch.distributed was initialized, which knows {dist.get_world_size()} now. Call "
+            "torch.distributed.init_process_group() before dmuon.dedicate_params"
         )

@@ -1,9 +1,8 @@
 """Gradients to their owners, in backward.
 
 One *round* reduces every parameter once; `RoundState` lists its states. Its buckets are launched in
-a fixed order, each as soon as all of its gradients are there; a gradient that is missing at the end
-of backward counts as zero. So the collectives of a round, and their order, never depend on which
-gradients a rank happens to have::
+a fixed order, each as soon as all of its gradients are there; one that is missing at the end of
+backward counts as zero. So the collectives never depend on which gradients a rank has::
 
     backward   grad ... grad -> bucket 0 leaves    grad ... grad -> bucket 1 leaves   ...
     end        buckets that wait for missing gradients leave, then, with replicas, what their
@@ -11,9 +10,8 @@ gradients a rank happens to have::
                averaged gradients of adamw parameters are written to p.grad
     step       owners add up what arrived (`collect`)
 
-Owners stack the gradients of a unit as ``[batch, rows, cols]``, so that one call serves all of its
-matrices. Under tensor parallelism a matrix arrives in slices, one at each rank with the owner's
-data coordinates, and these keep them until the step assembles them.
+Owners stack the gradients of a unit as ``[batch, rows, cols]``. Under tensor parallelism a matrix
+arrives in slices, one at each rank with the owner's data coordinates, and the step assembles them.
 
 A gradient that is not dense cannot be reduced. Where the host can read, every rank raises at the
 end of that backward. Elsewhere it would have to wait for the device: the gradient counts as
@@ -36,13 +34,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.states import RoundState
-from dmuon.comm.transport import Meter, Transport, Work, side_stream, wait_all
+from dmuon.comm.transport import Work, side_stream, wait_all
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import DmuonError, OwnershipError, State
 
 # ---- stacks of a unit ------------------------------------------------------------------------
 
@@ -70,8 +67,7 @@ def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
 
 
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
-    """A function that cuts a unit's stack into views of its matrices, in the dims that each has in
-    its parameter."""
+    """Cuts a unit's stack into views of its matrices, in the dims of their parameters."""
     parts = []
     for k, i in enumerate(unit.matrices):
         spec = specs.matrices[i]
@@ -85,9 +81,9 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
 class OwnedGradients:
     """The gradients of what is owned at this rank's data coordinates.
 
-    ``mine`` are the units that this rank computes; ``near`` those that a rank with its data
-    coordinates computes. ``here`` are the gradients by matrix, in the parameter's dims: views of
-    the owner's stacks, or this rank's slices of the matrices that tensor parallelism cuts.
+    This rank computes the units ``mine``, a rank with its data coordinates those ``near``. ``here``
+    are the gradients by matrix, in the parameter's dims: views of the owner's stacks, or this
+    rank's slices of matrices that tensor parallelism cuts.
     """
 
     def __init__(
@@ -100,10 +96,9 @@ class OwnedGradients:
     ) -> None:
         self.slices = slices
         specs = slices.plan.specs
-        place = slices.grid.place(rank)
-        self._tensor = place[2]
+        self.place = place = slices.grid.place(rank)
         self.mine = [u for u in units if u.owner == rank]
-        self.near = [u for u in units if slices.owner_place(u.matrices[0])[:2] == place[:2]]
+        self.near = [u for u in units if slices.place_of[u.matrices[0]][:2] == place[:2]]
         self.here: dict[int, Tensor] = {}
         self._stacks: dict[int, Tensor] = {}  # by a unit's first matrix
         for unit in self.near:
@@ -115,8 +110,8 @@ class OwnedGradients:
                 views = unstacker(specs, unit)(stack)
                 self.here.update(zip(unit.matrices, views, strict=True))
             for i in cut:
-                shape = slices.held(i, self._tensor).box.shape
-                self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
+                _, box = slices.held(i, self.place[2])
+                self.here[i] = torch.zeros(box.shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
         """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
@@ -135,15 +130,39 @@ class OwnedGradients:
         for span, view in zip(segment.spans, views, strict=True):
             start = 0
             for i in span.matrices:
-                held = self.slices.held(i, self._tensor)
+                _, box = self.slices.held(i, self.place[2])
                 if i in self.here:
                     into.append(self.here[i])
-                    arrived.append(view.narrow(0, start, held.numel).view(held.box.shape))
-                start += held.numel
+                    arrived.append(view.narrow(0, start, box.numel).view(box.shape))
+                start += box.numel
         return into, arrived
 
 
 # ---- rounds ----------------------------------------------------------------------------------
+
+# How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
+# stream.
+UNDER_WAY = 4
+
+
+class RoundState(State):
+    """Where the reduction of gradients is, since they were last cleared.
+
+    ::
+
+        state      meaning                                                      may become
+        NONE       no round has been made                                       OPEN
+        OPEN       a backward pass runs, or has raised                          DONE, OPEN_OWED
+        OPEN_OWED  the same, and another round must follow                      OWED
+        DONE       a round has ended; ``p.grad`` holds nothing it has not seen  OPEN, OWED, NONE
+        OWED       ``p.grad`` may hold gradients that no round has seen         OPEN, NONE
+    """
+
+    NONE = "none", "OPEN"
+    OPEN = "open", "DONE OPEN_OWED"
+    OPEN_OWED = "open, another one owed", "OWED"
+    DONE = "done", "OPEN OWED NONE"
+    OWED = "owed", "OPEN NONE"
 
 
 # How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
@@ -155,32 +174,31 @@ class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
 
     ``deliveries``: see `OwnedGradients`; none where its matrices are not owned here. ``to_relay``:
-    a second level, along replicas, is to come; with ``replicas`` it always does where it is owned.
+    what is owned here is to be reduced along replicas, too.
     """
 
-    def __init__(
-        self, segment: Segment, owned: OwnedGradients | None, replicas: int, device: torch.device
-    ) -> None:
+    def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
+        is_here = segment.shard == owned.place[1]
         dtype = getattr(torch, segment.dtype)
         self.segment = segment
         self.buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=device))
         self.views = list(self.buffer.flat.split([span.numel for span in segment.spans]))
-        self.deliveries = owned.deliveries(segment, self.views) if owned else ([], [])
+        self.deliveries = owned.deliveries(segment, self.views) if is_here else ([], [])
         self.works: list[Work] = []
         self.to_relay = False
-        self._relays = owned is not None and replicas > 1
+        self._relays = is_here and owned.slices.grid.shape[0] > 1
         self.buffer.release()
 
-    def send(self, groups: ProcessGroups, meter: Meter) -> None:
+    def send(self, groups: ProcessGroups) -> None:
         shard, flat = self.segment.shard, self.buffer.flat
-        meter.add("gradients", flat)
+        groups.meter["gradients"] += flat.nbytes
         if shard == EVERYONE:
             self.works = [groups.data.all_reduce(flat, tag="rest")]
         else:
             self.works = [groups.gradients.reduce(flat, shard, tag="gradients")]
             self.to_relay = self._relays
 
-    def relay(self, groups: ProcessGroups, meter: Meter) -> None:
+    def relay(self, groups: ProcessGroups) -> None:
         """Reduce along the replicas what was reduced along the shards."""
         wait_all(self.works)
         self.to_relay, start = False, 0
@@ -188,23 +206,19 @@ class _LiveSegment:
             numel = sum(span.numel for span in members)
             part = self.buffer.flat.narrow(0, start, numel)
             start += numel
-            meter.add("gradients across replicas", part)
+            groups.meter["gradients across replicas"] += part.nbytes
             work = groups.replicas.reduce(part, replica, tag="gradients across replicas")
             self.works.append(work)
-
-    def has_arrived(self) -> bool:
-        """Whether waiting would take no time, and nothing of it is to follow."""
-        return not self.to_relay and all(work.is_completed() for work in self.works)
 
 
 class _LiveBucket:
     """A bucket with its segments, and where in them the gradient of each parameter travels:
     ``targets``, (first element of the gradient, view)."""
 
-    def __init__(self, bucket: GradientBucket, segments: list[_LiveSegment]) -> None:
-        self.segments = segments
+    def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
+        self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
-        for live in segments:
+        for live in self.segments:
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
 
@@ -228,17 +242,12 @@ class _LiveBucket:
 
 
 class _Flags:
-    """Which parameters have a gradient on any rank, and which have one that cannot be reduced.
+    """Which parameters have a gradient on any rank, and which have one that cannot be reduced. By
+    the maximum, because a sum over enough ranks would overflow."""
 
-    Ranks combine their flags by the maximum, because a sum would overflow with enough of them.
-    """
-
-    def __init__(
-        self, names: Sequence[str], world: Transport, meter: Meter, device: torch.device
-    ) -> None:
+    def __init__(self, names: Sequence[str], groups: ProcessGroups, device: torch.device) -> None:
         self._names = names
-        self._world = world
-        self._meter = meter
+        self._groups = groups
         self._flags = torch.zeros(2 * len(names), dtype=torch.uint8, device=device)
         # On their way to a host that does not wait: of rounds since `clear`, and before.
         self._recent: list[HostCopy] = []
@@ -253,8 +262,8 @@ class _Flags:
             flags[:number].fill_(1)
         else:
             flags.copy_(torch.tensor(local + unusable, dtype=torch.uint8))
-        self._meter.add("flags", flags)
-        self._world.all_reduce(flags, tag="flags", maximum=True).wait()
+        self._groups.meter["flags"] += flags.nbytes
+        self._groups.world.all_reduce(flags, tag="flags", maximum=True).wait()
         if not host_can_read(flags.device):
             # Whether this rank reads them depends on its gradients, so nobody raises by that.
             self._recent.append(HostCopy(flags))
@@ -290,32 +299,28 @@ class _Flags:
 
 
 class _Round:
-    """What this rank has in the round that is open. Of each parameter: whether there is a gradient,
-    whether it cannot be reduced, how many were accumulated; of each bucket: the parameters whose
-    gradients are still to come; and how many buckets have left."""
+    """This rank's part in the round that is open."""
 
     def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
-        self.local = [False] * parameters
-        self.unusable = [False] * parameters
-        self.arrived = [0] * parameters
-        self.waiting = [set(bucket.targets) for bucket in buckets]
-        self.launched = 0
+        self.local = [False] * parameters  # there is a gradient
+        self.unusable = [False] * parameters  # there is one that cannot be reduced
+        self.arrived = [0] * parameters  # how many were accumulated
+        self.waiting = [set(bucket.targets) for bucket in buckets]  # for these parameters
+        self.launched = 0  # buckets
 
 
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
     Matrices' gradients go to ``owned``, averaged ones of adamw parameters to ``p.grad``; parameters
-    in no bucket take no part. ``rounds`` have ended since `clear`; ``present`` says which
-    parameters had a gradient in them, on any rank. ``expected`` is how many gradients one backward
-    accumulates into each parameter: more than one where its storage changed its dtype between uses.
+    in no bucket take no part. ``expected`` is how many gradients one backward accumulates into each
+    parameter: more than one where its storage changed its dtype between uses.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         process_groups: ProcessGroups,
-        meter: Meter,
         buckets: Sequence[GradientBucket],
         owned: OwnedGradients,
     ) -> None:
@@ -323,30 +328,22 @@ class GradientReducer:
         self.owned = owned
         self.sync = True
         self.state = RoundState.NONE
-        self.rounds = 0
-        self.present = [False] * len(parameters)
+        self.rounds = 0  # that have ended since `clear`
+        self.present = [False] * len(parameters)  # a gradient in one of them, on any rank
         self.expected = dict.fromkeys(range(len(parameters)), 1)
         # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
         self._groups = process_groups
-        self._meter = meter
+        self._scale = 1.0 / owned.slices.grid.data_ranks
         device = parameters[0].device
-        slices = owned.slices
-        names = [spec.name for spec in slices.plan.specs.parameters]
-        self.flags = _Flags(names, process_groups.world, meter, device)
+        names = [spec.name for spec in owned.slices.plan.specs.parameters]
+        self.flags = _Flags(names, process_groups, device)
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
                 grad.record_stream(self._side.stream)
         self._under_way: list[_LiveSegment] = []
-        replicas, shard = slices.grid.shape[0], slices.grid.place(process_groups.world.rank)[1]
-
-        def live(segment: Segment) -> _LiveSegment:
-            return _LiveSegment(
-                segment, owned if segment.shard == shard else None, replicas, device
-            )
-
-        self._buckets = [_LiveBucket(b, [live(s) for s in b.segments]) for b in buckets]
+        self._buckets = [_LiveBucket(bucket, owned, device) for bucket in buckets]
         self._round = _Round(len(parameters), self._buckets)
         bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
@@ -382,11 +379,8 @@ class GradientReducer:
         self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
-        """Copy one local gradient into its bucket; None counts as zero.
-
-        Raises:
-            DmuonError: the bucket has left already.
-        """
+        """Copy one local gradient into its bucket; None counts as zero. DmuonError if the bucket
+        has left already."""
         found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
             found.unusable[parameter] = True
@@ -397,14 +391,14 @@ class GradientReducer:
             if again and b < found.launched:
                 # Nested backward calls, of a module that runs several times.
                 raise DmuonError(
-                    f"parameter {self._name(parameter)!r} got a second gradient in "
-                    "one backward, after its first had been sent: a module that runs several times "
-                    "under re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
+                    f"parameter {self._name(parameter)!r} got a second gradient in one backward, "
+                    "after its first had been sent: a module that runs several times under "
+                    "re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
                 )
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
-            scale = 1.0 / self.owned.slices.grid.data_ranks
-            self._buckets[b].fill(parameter, grad, scale, add=again and self._is_matrix(parameter))
+            add = again and self._is_matrix(parameter)
+            self._buckets[b].fill(parameter, grad, self._scale, add=add)
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
             found.waiting[b].discard(parameter)
@@ -429,12 +423,13 @@ class GradientReducer:
         while found.launched < len(self._buckets) and not found.waiting[found.launched]:
             bucket = self._buckets[found.launched]
             for live in bucket.segments:
-                live.send(self._groups, self._meter)
+                live.send(self._groups)
             self._under_way += bucket.segments
             found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
-            self.collect([live for live in self._to_owners() if live.has_arrived()])
+            here = [live for live in self._to_owners() if not live.to_relay]
+            self.collect([s for s in here if all(work.is_completed() for work in s.works)])
             self._collect_on_side_stream()
 
     def _to_owners(self) -> list[_LiveSegment]:
@@ -483,7 +478,7 @@ class GradientReducer:
         # owner's column holds what it has summed, as much as it keeps of the weights.
         for live in self._to_owners():
             if live.to_relay:
-                live.relay(self._groups, self._meter)
+                live.relay(self._groups)
         self.state = self.state.to(
             RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED
         )
@@ -551,21 +546,19 @@ class GradientReducer:
             grad = self.parameters[p].grad
             if grad is not None and not self._is_as_noted(p, exactly=True):
                 raise OwnershipError(
-                    f"the gradient of {self._name(p)!r} was changed after "
-                    "backward, while those of matrices lie with their owners, where nobody else "
-                    "can change them: clip with dmuon.clip_grad_norm_(model, ...) instead of "
-                    "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
-                    "reduce_to_owner out, with which every rank has whole gradients"
+                    f"the gradient of {self._name(p)!r} was changed after backward, and those of "
+                    "matrices, which lie with their owners, were not: clip with "
+                    "dmuon.clip_grad_norm_(model, ...) instead of torch.nn.utils.clip_grad_norm_, "
+                    "clear with opt.zero_grad(), or leave reduce_to_owner out"
                 )
         matrices, parameters = self.owned.slices.matrices_of, self.parameters
         held = (p for p in self._bucket_of if p in matrices and parameters[p].grad is not None)
         left = next(held, None)
         if left is not None and not accumulated:
             raise OwnershipError(
-                f"{self._name(left)!r} has a p.grad that was set after "
-                "backward. Its owner has the reduced gradient already, so this one would be "
-                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
-                "set all of them and run no backward"
+                f"{self._name(left)!r} has a p.grad that was set after backward. Its owner has the "
+                "reduced gradient already, so this one would be lost: change gradients in a hook "
+                "(p.register_hook), or (layout='replicated') set all of them and run no backward"
             )
         if left is not None:
             self.state = self.state.to(RoundState.OWED)
@@ -587,11 +580,10 @@ class GradientReducer:
 
     def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
         """Make sure that there is a round since `clear`, and none open, as `step` and clipping
-        need.
+        need: a rank whose backward reached no parameter joins the others' here.
 
-        A rank whose backward reached no parameter still joins the others' round here; so does one
-        where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may have left
-        gradients in ``p.grad`` for the next round.
+        So does one where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may
+        have left gradients in ``p.grad`` for the next round.
 
         Raises:
             OwnershipError: a gradient was set after the round, and would be lost.
@@ -649,8 +641,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def hook_gradients(
     parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
 ) -> list[Callable[[], None]]:
-    """Call the method ``accumulated(number)`` for each parameter as soon as its gradient has been
-    accumulated."""
+    """Call the method ``accumulated(number)`` for each parameter with a new gradient."""
     # The engine keeps hooks where the garbage collector does not look; a strong reference back to
     # the parameters would keep all of them for ever.
     weak = weakref.WeakMethod(accumulated)
@@ -664,43 +655,40 @@ def hook_gradients(
     return [p.register_post_accumulate_grad_hook(hook).remove for p, hook in hooks]
 
 
-class _CommHook:
-    """The one communication hook that a `DistributedDataParallel` can ever get. Without
-    ``on_bucket`` it does what DDP does by default."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.on_bucket: Callable[[Any], None] | None = None
-
-    def run(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        if self.on_bucket is None:
-            return allreduce_hook(self._group, bucket)
-        self.on_bucket(bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-
-_comm_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
+# To whom the one communication hook that a `DistributedDataParallel` can ever get hands its
+# buckets; if to nobody, it does what DDP does by default.
+_handed_to: weakref.WeakKeyDictionary[DistributedDataParallel, list[Callable[[Any], None]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _hand_over(
+    group: Any, to: Sequence[Callable[[Any], None]], bucket: Any
+) -> torch.futures.Future[Tensor]:
+    if not to:
+        return allreduce_hook(group, bucket)
+    to[0](bucket)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
     """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
-    hook = _comm_hooks.get(ddp)
-    if hook is None:
-        hook = _CommHook(ddp.process_group)
+    to = _handed_to.get(ddp)
+    if to is None:
+        to = []
+        action = partial(_hand_over, ddp.process_group, to)
         try:
             # No annotations: DDP compares them with types, and ours are strings.
-            ddp.register_comm_hook(hook, lambda hook, bucket: hook.run(bucket))
+            ddp.register_comm_hook(None, lambda _, bucket: action(bucket))
         except RuntimeError as error:
             raise OwnershipError(
                 "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
                 f"only, so do not register another ({error})"
             ) from error
-        _comm_hooks[ddp] = hook
-    hook.on_bucket = on_bucket
-    return [partial(setattr, hook, "on_bucket", None)]
+        _handed_to[ddp] = to
+    to[:] = [on_bucket]
+    return [to.clear]

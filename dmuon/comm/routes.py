@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, pairwise
 from operator import add, itemgetter
@@ -41,20 +41,15 @@ from dmuon.scheduler.specs import Box, Form
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on.
-
-    The ``matrices`` are neighbours in ``unit``, the first at ``position``. Each has the shape
-    ``whole`` in its parameter's dims, which read as rows and columns by ``form``; ``transposed``:
-    its slot in the unit's stack holds the transpose.
-    """
+    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on."""
 
     unit: int
-    position: int
+    position: int  # of the first in the unit, where all are neighbours
     matrices: tuple[int, ...]
     box: Box
-    whole: tuple[int, ...]
-    form: Form
-    transposed: bool
+    whole: tuple[int, ...]  # the shape of each, in its parameter's dims
+    form: Form  # how these are read as rows and columns
+    transposed: bool  # its slot in the unit's stack holds the transpose
     start: int = 0
 
     @property
@@ -100,20 +95,20 @@ class Message:
     def numel(self) -> int:
         return sum(self.splits)
 
+    @property
+    def matrices(self) -> list[int]:
+        return [i for part in self.parts for i in part.matrices]
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers.
+    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers."""
 
-    The pieces, ``shape`` together, begin at element ``piece``, the blocks, ``block_shape``, at
-    element ``block``; in each block its piece is ``box``.
-    """
-
-    piece: int
-    shape: tuple[int, ...]
+    piece: int  # the first element of the pieces
+    shape: tuple[int, ...]  # of the pieces together
     block: int
     block_shape: tuple[int, ...]
-    box: Box
+    box: Box  # of a piece in its block
 
     def within(self, pieces: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the pieces and of their places in the blocks."""
@@ -125,36 +120,22 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class BucketRoute:
-    """One rank's view of a bucket.
-
-    ``held``: this rank's pieces, by owner; it sends them in the gather and receives their updates
-    in the scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out``
-    and ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the
-    axes that replicate. ``replicates``: whether any rank copies.
-
-    ``published``: for a bucket that every rank holds whole, the updates by owner, else None.
-    ``held`` and ``owned`` are then what is owned here, and nothing is copied.
-
-    ``blocks`` are those that are sent, ``updates`` those whose updates come. If there are
-    co-owners, ``cuts`` and ``joins`` say where the pieces lie in them.
-    """
+    """One rank's view of a bucket. Of one that every rank holds whole, ``held`` and ``owned`` are
+    what is owned here, and nothing is copied."""
 
     units: tuple[int, ...]  # owned here
-    held: Message
-    owned: Message
-    copies_out: Message
-    copies_in: Message
-    replicates: bool
-    blocks: Message
-    updates: Message
-    cuts: tuple[Cut, ...] = ()
-    joins: tuple[Cut, ...] = ()
-    published: Message | None = None
-
-    @property
-    def came(self) -> Message:
-        """The layout in which updates come."""
-        return self.held if self.published is None else self.published
+    held: Message  # its pieces, by owner: sent in the gather, their updates come in the scatter
+    owned: Message  # all pieces of the matrices that it owns, by holder
+    copies_out: Message  # its blocks of updates, by the rank that they go to along replicating axes
+    copies_in: Message  # the same, by the rank that they come from
+    replicates: bool  # any rank copies
+    blocks: Message  # that are sent
+    updates: Message  # blocks whose updates come
+    copies: tuple[Cut, ...]  # where ``copies_out`` lies in ``updates``
+    cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
+    joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
+    came: Message  # updates as they come: as ``held``, or by owner
+    everywhere: bool  # every rank holds it whole
 
 
 # What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
@@ -181,19 +162,16 @@ def parts_of(
     shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
 ) -> list[Part]:
     """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
+
+    def kind(numbered: tuple[int, MatrixPart]) -> tuple[int, Box, tuple[int, ...], Form, bool]:
+        n, (position, i, shape, transposed, box) = numbered
+        return position - n, box, shape, shards.specs.matrices[i].form, transposed
+
     parts: list[Part] = []
-    for position, i, shape, transposed, box in pieces:
-        kind = (box, shape, shards.specs.matrices[i].form, transposed)
-        last = parts[-1] if parts else None
-        if (
-            last is not None
-            and position == last.position + len(last.matrices)
-            and kind == (last.box, last.whole, last.form, last.transposed)
-        ):
-            parts[-1] = replace(last, matrices=(*last.matrices, i))
-        else:
-            parts.append(Part(unit, position, (i,), *kind, start))
-        start += box.numel
+    for (_, box, whole, form, turned), members in groupby(enumerate(pieces), kind):
+        positions, matrices, *_ = zip(*(piece for _, piece in members))
+        parts.append(Part(unit, positions[0], matrices, box, whole, form, turned, start))
+        start += parts[-1].numel
     return parts
 
 
@@ -279,56 +257,52 @@ def bucket_route(
     def message(name: str) -> Message:
         return _message(shards, contents[name])
 
-    held = message("held")
+    held, copies_out = message("held"), message("copies_out")
     came = message("published") if everywhere else held
-    route = BucketRoute(
+    blocks, updates = held, came
+    if is_shared := any(units[u].co_owners for u in bucket):
+        blocks = message("blocks")
+        updates = message("updates") if everywhere else blocks
+    return BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
         owned=held if everywhere else message("owned"),
-        copies_out=message("copies_out"),
+        copies_out=copies_out,
         copies_in=message("copies_in"),
         replicates=not everywhere and any(map(shards.is_replicated, matrices)),
-        blocks=held,
-        updates=came,
-        published=came if everywhere else None,
+        blocks=blocks,
+        updates=updates,
+        copies=_cuts(shards, units, copies_out, updates),
+        cuts=_cuts(shards, units, held, blocks) if is_shared else (),
+        joins=_cuts(shards, units, came, updates) if is_shared else (),
+        came=came,
+        everywhere=everywhere,
     )
-    if not any(units[u].co_owners for u in bucket):
-        return route
-    blocks = message("blocks")
-    updates = message("updates") if everywhere else blocks
-    cuts, joins = _cuts(shards, units, held, blocks), _cuts(shards, units, came, updates)
-    return replace(route, blocks=blocks, updates=updates, cuts=cuts, joins=joins)
 
 
 def _cuts(
     shards: ShardMap, units: Sequence[Unit], pieces: Message, blocks: Message
 ) -> tuple[Cut, ...]:
     """Where the pieces of a rank lie in its blocks."""
-    at: dict[int, tuple[int, Part]] = {
-        i: (part.start + j * part.box.numel, part)
-        for part in blocks.parts
-        for j, i in enumerate(part.matrices)
-    }
+    at = {i: (b, k) for b, part in enumerate(blocks.parts) for k, i in enumerate(part.matrices)}
     found: list[Cut] = []
     for part in pieces.parts:
-        for j, i in enumerate(part.matrices):
-            start, block = at[i]
-            offset = slice_of(shards, units[part.unit], part.position + j).offset
-            in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
-            box, size = in_matrix.within(block.box), block.box.numel
-            last = found[-1] if j else None
-            if (
-                last is not None
-                and (last.block_shape[1:], last.box) == (block.box.shape, box)
-                and start == last.block + last.shape[0] * size
-            ):
-                count = last.shape[0] + 1
-                found[-1] = replace(
-                    last, shape=(count, *box.shape), block_shape=(count, *block.box.shape)
+        offset = slice_of(shards, units[part.unit], part.position).offset
+        in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
+        # Matrices that follow each other in the pieces and in a block are one cut.
+        placed = [(*at[i], j) for j, i in enumerate(part.matrices)]
+        for (b, _), members in groupby(placed, lambda place: (place[0], place[1] - place[2])):
+            run = list(members)
+            (_, k, j), block, count = run[0], blocks.parts[b], len(run)
+            found.append(
+                Cut(
+                    part.start + j * part.box.numel,
+                    (count, *part.box.shape),
+                    block.start + k * block.box.numel,
+                    (count, *block.box.shape),
+                    in_matrix.within(block.box),
                 )
-            else:
-                piece = part.start + j * part.box.numel
-                found.append(Cut(piece, (1, *box.shape), start, (1, *block.box.shape), box))
+            )
     return tuple(found)
 
 
@@ -342,8 +316,8 @@ Keepers = Sequence[tuple[int, int, Box]]
 class RowShards:
     """Moves what owners keep into the form in which it is saved, and back; collective calls.
 
-    A checkpoint knows a parameter by its name and its whole shape, whoever owns its matrices. So it
-    becomes a `DTensor` of even rows on all ranks, which torch saves, loads and reshards::
+    Whoever owns the matrices of a parameter, it becomes a `DTensor` of even rows on all ranks,
+    which torch saves, loads and reshards::
 
         owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
 

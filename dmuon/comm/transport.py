@@ -89,14 +89,10 @@ class Transport(Protocol):
 
 
 class _Done:
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True
-
-
-_DONE = _Done()
 
 
 class _Issued:
@@ -123,13 +119,13 @@ class LocalTransport:
     failed = False
 
     def reduce(self, *args: Any, **kwargs: Any) -> Work:
-        return _DONE
+        return _Done()
 
     all_reduce = broadcast = reduce
 
     def all_to_all(self, output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Work:
         output.copy_(source)
-        return _DONE
+        return _Done()
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -137,17 +133,14 @@ class LocalTransport:
     def broadcast_object(self, value: Any, src: int) -> Any:
         return value
 
-    def meet(self, call: str) -> None:
-        return None
+    def meet(self, call: str) -> None: ...
 
-    def mesh(self, device: torch.device) -> DeviceMesh | None:
-        return None
+    def mesh(self, device: torch.device) -> None: ...
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
         return self
 
-    def close(self) -> None:
-        return None
+    def close(self) -> None: ...
 
 
 _PLANNING = "planning, at dedicate_params or the first step, on all ranks"
@@ -172,10 +165,8 @@ def splits_communicators() -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long a collective of a group waits for a rank; None where the backend does not say.
-
-    Not a public name: there is `ProcessGroup.set_timeout`, and nothing that reads it.
-    """
+    """How long a collective of a group waits for a rank; None where the backend does not say. No
+    public name: there is `ProcessGroup.set_timeout`, and nothing that reads it."""
     with suppress(AttributeError, RuntimeError):
         assert group is not None
         found = [group._get_backend(d).options._timeout for d in group._device_types]
@@ -184,12 +175,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 class C10dTransport:
-    """`torch.distributed` over a process group of its own.
-
-    A group of its own keeps the order of its collectives independent of the user's: a rank that
-    lacks a gradient issues a bucket later than the others do, which must not cross with, say, the
-    all-reduce of a synchronized batch norm.
-    """
+    """`torch.distributed` over a process group of its own: a rank that lacks a gradient issues a
+    bucket later than the others do, which must not cross with, say, the user's batch norm."""
 
     steps: ClassVar[int] = 0  # of the optimizer that stepped last; only errors name them
 
@@ -202,11 +189,8 @@ class C10dTransport:
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """A collective call of ``ranks``, or of all ranks in ``partition``, of which ``ranks`` is a
-        part. ``parent``: a process group of all ranks that call, if there is one.
-
-        Raises:
-            OwnershipError: torch would need ranks that do not call.
-        """
+        part. ``parent``: a process group of all ranks that call, if there is one. OwnershipError
+        where torch would need ranks that do not call."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         parts = [[*ranks]] if partition is None else [list(part) for part in partition]
         callers = sum(map(len, parts))
@@ -221,10 +205,9 @@ class C10dTransport:
             if len(known) != callers or known != sorted(known):
                 raise OwnershipError(
                     f"init_process_group(device_id=...) has all {dist.get_world_size()} ranks join "
-                    f"in making any process group, and this mesh has only {callers} of them and "
-                    "not one axis, whose group could be split: leave device_id out and call "
-                    "torch.accelerator.set_device_index(local_rank) before, or pass a mesh of one "
-                    "axis"
+                    f"in making any process group, and this mesh has only {callers} of them and is "
+                    "no group that could be split: leave device_id out and call torch.accelerator."
+                    "set_device_index(local_rank) before, or pass a mesh of one axis"
                 )
             numbers = [[known.index(rank) for rank in part] for part in parts]
         with self.located(_PLANNING):
@@ -286,10 +269,10 @@ class C10dTransport:
             self.failed = True
             raise RuntimeError(
                 f"a collective of dmuon ({tag!r}) failed or timed out after {self.steps} steps: "
-                f"{error}. Most likely another rank did not come to it: it died, or raised an "
-                "error before (look at the output of all ranks), or its hyperparameters or its "
-                "period's function differ from this rank's. Ranks may be in different steps now: "
-                "end them all and go on from the last checkpoint, as torchrun --max-restarts=N does"
+                f"{error}. Most likely another rank did not come to it: it died or raised an error "
+                "(look at the output of all ranks), or its hyperparameters or period differ. Ranks "
+                "may be in different steps: end them all and go on from the last checkpoint, as "
+                "torchrun --max-restarts=N does"
             ) from error
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
@@ -422,22 +405,13 @@ def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> Non
         dist.destroy_process_group(group)
 
 
-class Meter:
+class Meter(Counter[str]):
     """Bytes that this rank handed to collectives, by tag, since `reset`."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-
-    def add(self, tag: str, tensor: Tensor) -> None:
-        self.bytes[tag] += tensor.nbytes
-
-    def add_bytes(self, tag: str, nbytes: int) -> None:
-        self.bytes[tag] += nbytes
 
     def reset(self) -> dict[str, int]:
         """The counts so far; begin again from zero."""
-        counts = dict(self.bytes)
-        self.bytes.clear()
+        counts = dict(self)
+        self.clear()
         return counts
 
 
@@ -445,11 +419,8 @@ class Meter:
 
 
 def connect(transport: Transport, device: torch.device) -> None:
-    """Run a first all-to-all in an accelerator's process group; a collective call.
-
-    The first one connects all pairs of ranks, and waits for all ranks in doing so. In a step they
-    could wait for each other, if another group's came first on some of them.
-    """
+    """Run a first all-to-all in an accelerator's process group; a collective call. It connects all
+    pairs of ranks and waits for them: in a step two groups' could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world

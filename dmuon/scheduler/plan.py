@@ -419,25 +419,25 @@ class Unit:
 
 
 def units_of(
-    plan: OwnershipPlan, groups: Sequence[int], *, apart: bool = False
+    plan: OwnershipPlan, groups: Sequence[int], *, one_by_one: bool = False
 ) -> tuple[Unit, ...]:
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
     the number of matrices. Units are in order of registration, in which the next forward pass needs
     the results, but those with the most co-owners come first, so that no rank waits while others
-    work alone. ``apart``: a matrix and a transposed one are cut, too, so that each is computed as
-    it is, whatever its batch.
+    work alone. ``one_by_one``: a matrix and a transposed one are cut, too, so that each is computed
+    as it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
-    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, apart))
+    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))
 
 
-def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], apart: bool) -> list[Unit]:
+def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: bool) -> list[Unit]:
     alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for i in batch.matrices:
         rows, cols = plan.specs.matrices[i].shape
-        alike[groups[i], apart and rows > cols].append(i)
+        alike[groups[i], one_by_one and rows > cols].append(i)
     units = []
     for (group, _), members in alike.items():
         shapes = [plan.specs.matrices[i].shape for i in members]

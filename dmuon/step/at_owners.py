@@ -236,7 +236,7 @@ class OwnersEngine(Engine):
         if refusal is None:
             self._begin_update()
         norms, vector = self._message_of_step(refusal)
-        runtime.meter.add("verdict", vector)
+        runtime.meter["verdict"] += vector.nbytes
         runtime.transport.all_reduce(vector, tag="verdict").wait()
         if refusal is not None and on_host:
             raise refusal

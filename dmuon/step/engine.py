@@ -114,7 +114,7 @@ class Engine(ABC):
         self._kernels = Orthogonalizer(
             runtime.device, settings.ns_dtype, options, backend=settings.backend
         )
-        runtime.apart = options.is_fixed
+        runtime.one_by_one = options.is_fixed
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self.skips = Skips()
         self.verifier = Verifier()
@@ -183,7 +183,7 @@ class Engine(ABC):
     @property
     def _fuses_adamw(self) -> bool:
         """On a CPU that form rounds an element as its place in a vector is."""
-        return not (self._runtime.apart and host_can_read(self._runtime.device))
+        return not (self._runtime.one_by_one and host_can_read(self._runtime.device))
 
     def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
         """Update the parameters of these gradients."""
@@ -593,7 +593,7 @@ class StepTelemetry:
         vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
         # Filling one element is a kernel launch; copying a Python list would wait for the device.
         vector[self._transport.rank].fill_(statistics.median(seen) if seen else math.nan)
-        self._meter.add("telemetry", vector)
+        self._meter["telemetry"] += vector.nbytes
         self._exchange = self._transport.all_reduce(vector, tag="telemetry"), vector
 
     def _compare(self, seen: list[float]) -> None:

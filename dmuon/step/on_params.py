@@ -182,7 +182,7 @@ class ParamsEngine(Engine):
         """Lay out the operands in the order in which they leave; then what stays; then replicas."""
         runtime, state = self._runtime, self._state
         buckets = runtime.bound().buckets
-        sent = [[i for part in b.route.blocks.parts for i in part.matrices] for b in buckets]
+        sent = [b.route.blocks.matrices for b in buckets]
         local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
@@ -210,7 +210,7 @@ class ParamsEngine(Engine):
             views = bucket.send.split([flat.numel() for _, flat in runs])
             self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
             first += len(matrices)
-            pieces = chain.from_iterable(_pieces(*each) for each in bucket.landings)
+            pieces = chain.from_iterable(_pieces(*each) for each in bucket.updates)
             self._arrivals.append(self._arrivals_of(pieces))
         self._local = []
         for unit in local:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Slices, gradient_bucket
 from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, at_end_of_backward
-from dmuon.comm.transport import LocalTransport, Meter
+from dmuon.comm.transport import LocalTransport
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import Batch, OwnershipPlan, digest, units_of
 from dmuon.scheduler.select import collect
@@ -171,7 +171,7 @@ def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -
     units = units_of(plan, [0] * len(specs.matrices))
     owned = OwnedGradients(slices, units, 0, None, parameters[0].device)
     groups = ProcessGroups.flat(transport)
-    return GradientReducer(parameters, groups, Meter(), buckets, owned)
+    return GradientReducer(parameters, groups, buckets, owned)
 
 
 def reduced_in_backward(

@@ -158,15 +158,8 @@ def watch(model: nn.Module, without: Container[nn.Module] = ()) -> tuple[set[int
     """The ids of the parameters that wait points have waited for, as the model runs."""
     ready: set[int] = set()
     points = [point for point in wait_points(model) if point.module not in without]
-    coverage = Coverage(points, {i: [i] for point in points for i in point.parameters})
-    for number, point in enumerate(points):
-
-        def wait(number=number, needed=point.parameters):
-            coverage.passed(number)
-            ready.update(needed)
-
-        attach(point, wait, lambda: None)
-    return ready, coverage
+    buckets = {i: [i] for point in points for i in point.parameters}
+    return ready, Coverage(points, buckets, lambda needed, _: ready.update(needed), lambda: None)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -89,7 +89,7 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
                 piece, place = cut.within(pieces, blocks)
                 piece.copy_(place)
             sent.append(pieces)
-        is_published = routes[0].published is not None
+        is_published = routes[0].everywhere
         arrived = sent if is_published else delivered(routes, sent, "held", "owned")
         for route, buffer in zip(routes, arrived, strict=True):
             for u in route.units:

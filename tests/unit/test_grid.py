@@ -98,7 +98,7 @@ def test_every_element_is_kept_at_exactly_one_place(mesh):
             assert shards[0] == shards[1], "published in the column that sends it"
             assert bucket.keeper is None or set(shards[0]) <= {bucket.keeper}
     for i in range(len(plan.specs.matrices)):  # one owner for every matrix, at one place
-        assert slices.grid.rank_at(*slices.owner_place(i)) == plan.owners[i]
+        assert slices.grid.rank_at(*slices.place_of[i]) == plan.owners[i]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -111,8 +111,8 @@ def test_the_parts_of_a_matrix_are_where_the_parameter_has_them(mesh):
         seen = []
         for t in range(slices.grid.shape[2]):
             local = whole if boxes is None else whole[boxes[t].slices()]
-            part = slices.held(i, t)
-            seen.append(local.reshape(-1)[part.start : part.start + part.numel])
+            start, box = slices.held(i, t)
+            seen.append(local.reshape(-1)[start : start + box.numel])
         joint = torch.cat(seen) if slices.is_cut(i) else seen[0]
         assert sorted(joint.tolist()) == sorted(matrix.view(whole).reshape(-1).tolist())
         assert slices.is_cut(i) or all(torch.equal(s, seen[0]) for s in seen)
@@ -128,7 +128,7 @@ def test_a_bucket_carries_every_gradient_once(mesh):
     for segment in bucket.segments:
         for span in segment.spans:
             sent[span.parameter][span.start : span.start + span.numel] += 1
-            assert {slices.owner_place(i)[1] for i in span.matrices} <= {segment.shard}
+            assert {slices.place_of[i][1] for i in span.matrices} <= {segment.shard}
         assert (segment.shard == EVERYONE) == all(s.parameter in rest for s in segment.spans)
     assert all((count == 1).all() for count in sent)
 

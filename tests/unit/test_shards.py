@@ -184,7 +184,7 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size):
     for bucket in buckets:
         routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
         assert len({route.replicates for route in routes}) == 1
-        layouts = {route.published for route in routes}
+        layouts = {route.came if route.everywhere else None for route in routes}
         assert len(layouts) == 1, "all ranks lay out what owners broadcast alike"
         for a, b in product(range(shards.world), repeat=2):
             for out, into in (("held", "owned"), ("copies_out", "copies_in")):
@@ -193,10 +193,10 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size):
         # Whoever holds a part gets its update once; owners get every element once.
         for rank, route in enumerate(routes):
             arriving = (*route.held.parts, *route.copies_in.parts)
-            if route.published is not None:
-                arriving = route.published.parts
+            if route.everywhere:
+                arriving = route.came.parts
                 own = sum(units[u].numel for u in route.units)
-                assert route.published.splits[rank] == own == route.held.numel
+                assert route.came.splits[rank] == own == route.held.numel
             assert sorted(i for part in arriving for i in part.matrices) == sorted(
                 i for u in bucket for i in units[u].matrices if shards.piece(i, rank).numel
             )

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.comm.dedicated.prefetch import Prefetcher
-from dmuon.comm.dedicated.storage import Layer
-from dmuon.comm.states import PassState, RoundState, WeightState
+from dmuon.comm.dedicated.prefetch import PassState, Prefetcher
+from dmuon.comm.dedicated.storage import Layer, WeightState
+from dmuon.comm.reducer import RoundState
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import DedicatedOptions
 from tests.unit.models import reducer_of

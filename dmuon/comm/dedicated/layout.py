@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
 from dmuon.comm.dedicated.prefetch import (
+    PassState,
     Prefetcher,
     check_first_forward,
     hook_module,
@@ -39,17 +40,13 @@ from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
 from dmuon.comm.pipeline import Pipeline
-from dmuon.comm.process_groups import ProcessGroups
+from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import (
     GradientReducer,
     OwnedGradients,
     hook_gradients,
-    rows_of,
-    set_rows,
     unstacker,
 )
-from dmuon.comm.states import PassState
-from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
@@ -69,13 +66,12 @@ class _Assembly:
         units: Sequence[Unit],
         owned: OwnedGradients,
         groups: ProcessGroups,
-        meter: Meter,
         reduced: torch.dtype,
         like: Tensor,
     ) -> None:
         self._units = units
-        near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
-        how = groups.tensors, meter, ShardedOptions(), like, reduced
+        near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
+        how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
         self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
         # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -90,7 +86,7 @@ class _Assembly:
             self._results.append(
                 [
                     (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
-                    for flat, message in bucket.landings
+                    for flat, message in bucket.updates
                     for part in message.parts
                 ]
             )
@@ -128,9 +124,8 @@ class DedicatedRuntime(OwnersRuntime):
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
-        super().__init__(slices, model, parameters, process_groups.world, device)
+        super().__init__(slices, model, parameters, process_groups, device)
         self.keeps_whole = slices.grid.shape[2] == 1
-        self.process_groups = process_groups
         self._options = options
         self._tensor_axes = tensor_axes
         self._muon = frozenset(self.plan.specs.muon_parameters())
@@ -142,21 +137,19 @@ class DedicatedRuntime(OwnersRuntime):
         # Modules are not kept: an ownership refers to none, because the model refers to it.
         modules = layers_of(model, options.groups, index)
         layers, others = list(modules.values()), set(modules) - {model}
-        layer_of = {p: g for g, layer in enumerate(layers) for p in layer.parameters}
         self.storage = Storage(
-            slices, model, self.parameters, layers, process_groups, self.meter, options, self.rows
+            slices, model, self.parameters, layers, process_groups, options, self.rows
         )
         self.prefetcher = Prefetcher(self.storage, options)
         for point in wait_points(model, others):
-            needs = sorted({layer_of[index[i]] for i in point.parameters if i in index})
+            mine = point.parameters & index.keys()
+            needs = sorted({self.prefetcher.number_of[index[i]] for i in mine})
             if needs or point.is_root:
                 inside = () if point.in_layer else tuple(area(point.module, others))
                 self._removers += hook_module(self.prefetcher, point, needs, inside)
         self._removers += hook_state_dicts(self.prefetcher, model, index)
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
-
-    # ---- weights -----------------------------------------------------------------------------
 
     @property
     def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
@@ -207,10 +200,9 @@ class DedicatedRuntime(OwnersRuntime):
                 self.storage.restore()
         except OwnershipError:
             pass  # torch.distributed was shut down first: nothing can travel any more
-        self._unbind()
+        self._remove_hooks()
+        self.reducer = None
         self.process_groups.close()
-
-    # ---- binding -----------------------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         owned = self._collect_at(groups, self._options.reduce_dtype)
@@ -232,12 +224,10 @@ class DedicatedRuntime(OwnersRuntime):
             by_dtype[reduced, payload_dtype(dtype)].append(unit)
         for (reduced, published), units in by_dtype.items():
             like = torch.empty(0, dtype=published, device=self.device)
-            how = self.process_groups, self.meter, reduced, like
+            how = self.process_groups, reduced, like
             self._assemblies.append(_Assembly(self._slices, units, owned, *how))
         buckets = self._buckets()
-        self.reducer = GradientReducer(
-            self.parameters, self.process_groups, self.meter, buckets, owned
-        )
+        self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
         self._counted = frozenset(i for i, p in distributed if self._counts(p))
@@ -269,15 +259,6 @@ class DedicatedRuntime(OwnersRuntime):
         dtype, tensor = self._options.reduce_dtype, self._slices.grid.place(self.transport.rank)[2]
         return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
-    # ---- gradients ---------------------------------------------------------------------------
-
-    def set_sync(self, sync: bool) -> bool:
-        previous = super().set_sync(sync)
-        model = self._model()
-        for root in () if model is None else fsdp_roots(model):
-            root.set_requires_gradient_sync(sync)
-        return previous
-
     def reduce_gradients(self) -> None:
         reducer = self._bound
 
@@ -292,7 +273,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = dist.get_rank() if is_initialized() else 0
         if any(local_shard("", p, rank).replica):
             return False
         axes = set(mesh_axes(p))
@@ -305,27 +286,14 @@ class DedicatedRuntime(OwnersRuntime):
             self.prefetcher.recover()
         super().zero_grad()
 
-    # ---- step --------------------------------------------------------------------------------
-
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, matrices = self._bound, self.plan.specs.matrices
         owned, present = reducer.owned, reducer.present
         self.prefetcher.begin_step()
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            """The payload of a unit, ``[b, rows, cols]``; undefined where no gradient came."""
             where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
-            if len(where) < len(unit.matrices):
-                rms.zero_()
-            if not where:
-                return None
-            payload, found = compute(unit, rows_of(gradients, where), where)
-            set_rows(rms, where, found)
-            if len(where) == len(unit.matrices):
-                return payload
-            whole = payload.new_empty(unit.shape)
-            set_rows(whole, where, payload)
-            return whole
+            return self._computed(compute, unit, where, gradients, rms)
 
         def update(unit: Unit, parts: _Parts) -> None:
             came = [(k, view) for k, i, view in parts if present[matrices[i].parameter]]

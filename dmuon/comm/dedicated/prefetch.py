@@ -1,8 +1,7 @@
 """Weights to where they are used: before a layer of modules runs, and again before its backward.
 
 Each forward pass broadcasts every layer once, in the order of registration, each backward pass in
-the reverse order. A rank that skips a module, or calls two in another order, still issues the same
-broadcasts in the same order as the others::
+reverse, whatever modules a rank skips or calls in another order::
 
     forward    b0 b1 | run 0 | b2 | run 1 | b3 | run 2 ...      prefetch = 1
     backward   b3 b2 | run 3 | b1 | run 2 | ...
@@ -11,9 +10,9 @@ Backward passes by layer g right before the broadcast number g + prefetch + 1, o
 the gradients of g leave if it is known that none will come. On a rank that has them all they have
 left by then.
 
-If a rank has not asked for a layer when the pass ends, it receives it then, and drops it. A layer
-that is asked for again after it has been dropped is sent once more, on all ranks that run the same
-program; from the next pass on it is kept until its last call.
+A layer that a rank has not asked for when the pass ends is received then, and dropped. One that is
+asked for again after it has been dropped is sent once more, on all ranks that run the same program;
+from the next pass on it is kept until its last call.
 
 A module's outputs carry a tensor hook that fires before its backward begins. Hooks live on modules
 and in autograd's graph, so they refer weakly to the `Prefetcher`, which they tell everything.
@@ -31,12 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.dedicated.storage import Layer, Storage
+from dmuon.comm.dedicated.storage import Layer, Storage, WeightState
 from dmuon.comm.hooks import Hook, Remove, WaitPoint
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
-from dmuon.comm.states import PassState, WeightState
 from dmuon.config import DedicatedOptions
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import DmuonError, OwnershipError, State
 
 _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
@@ -44,20 +42,34 @@ _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to t
 # ---- passes over the model -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class _Calls:
-    """How a layer has been called, and what autograd has made of it.
+class PassState(State):
+    """Which pass over the model has begun and not ended, on this rank.
 
-    ``ran``: since the last step, also without autograd, as a checkpointed forward does.
-    ``expected``: forward calls in a pass, as in the last one; at first, occurrences in the model.
-    ``recorded``: uses that autograd recorded and whose backward has not come yet.
+    ::
+
+        state     what every rank issues while in it                            may become
+        IDLE      nothing                                                       FORWARD, BACKWARD
+        FORWARD   the broadcast of each layer, in the order of registration     IDLE
+        BACKWARD  the broadcast of each layer in reverse, gradients in between  IDLE
+
+    A pass goes back to IDLE once all of its collectives are issued, so none follows another
+    directly.
     """
 
-    expected: int
-    ran: bool = False
+    IDLE = "idle", "FORWARD BACKWARD"
+    FORWARD = "forward", "IDLE"
+    BACKWARD = "backward", "IDLE"
+
+
+@dataclasses.dataclass(slots=True)
+class _Calls:
+    """How a layer has been called, and what autograd has made of it."""
+
+    expected: int  # forward calls in a pass, as in the last; at first, occurrences in the model
+    ran: bool = False  # since the last step, also without autograd, as a checkpointed forward does
     running: int = 0  # forward calls that have not ended
     ended: int = 0  # forward calls in this pass that have
-    recorded: int = 0
+    recorded: int = 0  # uses that autograd recorded and whose backward has not come yet
     gradients: int = 0  # that have come in this backward pass
     awaited: int = 1  # how many of them there will be
 
@@ -66,20 +78,19 @@ class Prefetcher:
     """Makes weights available before passes over the model need them, and sends gradients in turn.
 
     The root's layer is needed first in both passes. There is a ``reducer`` once an optimizer has
-    bound itself. ``steps`` counts how often weights have changed, ``backwards`` the backward passes
-    since then.
+    bound itself.
     """
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
         self.storage = storage
         self.layers = storage.layers
         self.state = PassState.IDLE
-        self.steps = 0
-        self.backwards = 0
+        self.steps = 0  # in which weights have changed
+        self.backwards = 0  # backward passes since the last of them
         self.reducer: GradientReducer | None = None
         self._options = options
         self._calls = [_Calls(layer.occurrences) for layer in self.layers]
-        self._number = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
+        self.number_of = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
         self._first = sum(layer.is_root for layer in self.layers)
         self._ahead = 0  # layers whose new weights left with the step, in the order of forward
         self._launched = 0  # layers that were broadcast in this pass
@@ -188,7 +199,6 @@ class Prefetcher:
     # ---- backward ----------------------------------------------------------------------------
 
     def ensure_backward(self) -> None:
-        """Begin the backward pass, unless it has begun."""
         if self.state is PassState.BACKWARD:
             return
         self._begin_backward()
@@ -244,18 +254,15 @@ class Prefetcher:
     def accumulated(self, parameter: int) -> None:
         """Autograd has accumulated into the parameter's ``grad``."""
         self.ensure_backward()
-        g = self._number.get(parameter)
+        g = self.number_of.get(parameter)
         if g is not None:
             self._calls[g].gradients += 1
         if self.reducer is not None and self.reducer.open:
             self.reducer.accumulated(parameter)
 
     def recover(self) -> None:
-        """Autograd is done, or has raised: the other ranks count on the remaining collectives.
-
-        Every rank has issued every broadcast of the pass when this returns; nothing stays
-        materialized.
-        """
+        """Autograd is done, or has raised: issue the remaining collectives, on which the others
+        count. Nothing stays materialized."""
         if self.state is not PassState.BACKWARD:
             return
         self._end_backward()
@@ -278,11 +285,8 @@ class Prefetcher:
     # ---- between passes ----------------------------------------------------------------------
 
     def join_passes(self) -> None:
-        """Join the other ranks' passes since the step if no backward ran here.
-
-        They count on this rank's part all the same, and in the same order: of a backward pass, and
-        of the forward pass before it if there was none here.
-        """
+        """If no backward ran here since the step, take part in the others' all the same, and in the
+        forward pass before it if there was none here."""
         if self.backwards:
             return
         if self.reducer is not None:
@@ -364,10 +368,8 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
 def _announce(
     prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
-    """Fetch the weights before the backward of ``output``; returns whether that can be.
-
-    Backward may also begin at what the modules of ``area`` keep.
-    """
+    """Fetch the weights before the backward of ``output``, or of what the modules of ``area`` keep;
+    returns False if ``output`` has no backward."""
     step, weak = prefetcher.steps, weakref.ref(prefetcher)
 
     def before_backward(grad: Tensor) -> None:
@@ -457,26 +459,18 @@ def hook_module(
 
 @dataclasses.dataclass
 class _Load:
-    """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it.
-
-    ``errors`` is the call's own list of what does not fit. ``is_collective``: there are parameters
-    below that are kept elsewhere; ``found``: those that the state dict has.
-    """
+    """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it."""
 
     module: weakref.ref[nn.Module]
-    errors: list[str]
-    is_collective: bool = False
-    found: dict[int, Any] = dataclasses.field(default_factory=dict)
+    errors: list[str]  # the call's own, of what does not fit
+    is_collective: bool = False  # there are parameters below that are kept elsewhere
+    found: dict[int, Any] = dataclasses.field(default_factory=dict)  # those in the state dict
 
 
 class _StateDicts:
     """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
-    load them from any form; collective calls. Inside ``materialized`` they are whole, as in any
-    module.
-
-    What is loaded is kept when all of it has been looked at, on all ranks: at the end of the
-    outermost call.
-    """
+    load them from any form, at the end of the outermost call; collective calls. Inside
+    ``materialized`` they are whole, as in any module."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = weakref.ref(prefetcher)
@@ -489,7 +483,7 @@ class _StateDicts:
         found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
         if prefetcher is None or not found:
             return
-        prefetcher.storage.meet("model.state_dict()")
+        prefetcher.storage.world.meet("model.state_dict()")
         prefetcher.begin_access()
         for name, p in found.items():
             state[prefix + name] = prefetcher.storage.saved(p)
@@ -561,11 +555,8 @@ def hook_state_dicts(
 
 
 def check_first_forward(storage: Storage, root: nn.Module) -> Remove:
-    """Look for replaced parameters in the first forward pass, before any other hook.
-
-    `fully_shard` puts its hooks before those of modules, and gathers there; only a global hook
-    comes first. It removes itself when the first module of ``root`` runs.
-    """
+    """Look for replaced parameters when the first module of ``root`` runs, before any other hook:
+    only a global one comes before those of `fully_shard`, which gather. It removes itself."""
     weak = weakref.ref(storage)
     members = weakref.WeakSet(root.modules())
 

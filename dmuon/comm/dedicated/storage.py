@@ -32,13 +32,12 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.states import WeightState
-from dmuon.comm.transport import Meter, Work, wait_all
+from dmuon.comm.transport import Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
-from dmuon.types import OwnershipError
+from dmuon.types import OwnershipError, State
 
 # ---- one layer -------------------------------------------------------------------------------
 
@@ -48,8 +47,7 @@ def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class _Weight:
-    """One parameter. ``tensor`` is the one whose data is switched: the parameter itself, or the
-    local tensor inside a `DTensor`.
+    """One parameter, or the local tensor inside a `DTensor`: ``tensor``, whose data is switched.
 
     ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
     ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
@@ -81,11 +79,8 @@ class _Weight:
 
 
 class _WeightBuffer:
-    """A bucket on this rank, at shard coordinate ``shard``; weights are used in ``dtype``.
-
-    If this rank keeps all of it in the dtype of use, it does so in the buffer itself, else in
-    tensors beside it.
-    """
+    """A bucket on this rank, at shard coordinate ``shard``. What it keeps lies in the buffer itself
+    if that is all of it in the ``dtype`` in which weights are used, else in tensors beside it."""
 
     def __init__(
         self, bucket: WeightBucket, dtype: torch.dtype, shard: int, device: torch.device
@@ -125,24 +120,43 @@ class _WeightBuffer:
         return self.nothing
 
 
+class WeightState(State):
+    """The state of the weights of a layer in the `dedicated` layout.
+
+    ::
+
+        state     parameters show  buffers have   what has happened           may become
+        FREED     what is kept     no memory      nothing, or all uses ended  LAUNCHED
+        LAUNCHED  what is kept     weights, soon  the broadcasts were issued  IN_USE, FREED
+        IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
+        RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
+        HELD      the buffers      weights        the same                    FREED
+
+    In HELD nothing will announce the backward, so they stay until it is done. A layer in use may be
+    broadcast again into the same buffers; this changes no state.
+    """
+
+    FREED = "freed", "LAUNCHED"
+    LAUNCHED = "launched", "IN_USE FREED"
+    IN_USE = "in use", "RECORDED FREED"
+    RECORDED = "recorded", "HELD FREED"
+    HELD = "held", "FREED"
+
+
 @dataclass(slots=True, eq=False)
 class Layer:
     """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
-    of an outermost container. The root's layer has what is in no other, and stays while it runs.
-
-    ``parameters`` are numbers of dedicated parameters, in registration order; one that several
-    layers use (tied weights) belongs to the first. ``occurrences`` is how often the model has it.
-    ``publishes`` goes to the holders in other replicas: (replica of the owner, what is kept here).
-    """
+    of an outermost container. The root's layer has what is in no other, and stays while it runs."""
 
     name: str
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  # numbers, by registration; tied ones belong to the first layer
     is_root: bool
-    occurrences: int
+    occurrences: int  # in the model
     matrices: frozenset[int] = frozenset()
     state: WeightState = WeightState.FREED
     buckets: list[_WeightBuffer] = field(default_factory=list)
     weights: list[_Weight] = field(default_factory=list)
+    # What is kept here of what goes to the holders in other replicas, with the owner's replica.
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
     broadcasts: list[Work] = field(default_factory=list)  # to where weights are used, under way
     publishing: list[Work] = field(default_factory=list)  # to the holders, under way
@@ -158,7 +172,6 @@ class Layer:
             wait_all(self.publishing)
 
     def use(self) -> None:
-        """Wait for the weights and show them."""
         if self.broadcasts:
             wait_all(self.broadcasts)
         if not self.in_use:
@@ -192,8 +205,8 @@ def layers_of(
 ) -> dict[nn.Module, Layer]:
     """The layers with at least one parameter, in registration order; the root's is the first.
 
-    ``chooses(name, module)`` says which modules are layers, instead of the default. ``index`` gives
-    the numbers of the dedicated parameters by id.
+    ``chooses(name, module)`` replaces the default choice of modules. ``index`` gives the numbers of
+    the dedicated parameters by id.
     """
     if chooses is None:
         chosen = set(outermost_members(root)) - {root}
@@ -221,9 +234,9 @@ def layers_of(
 class Storage:
     """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
 
-    ``parameters`` are the planned ones, a list that is kept up to date. Making a `Storage` takes
-    over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
-    others; for a model on the meta device this happens when it has left it.
+    ``parameters`` are the planned ones, a list that is kept up to date. When it is made, or when
+    the model has left the meta device, what this rank keeps goes into buckets, and placeholders
+    take the place of the others.
     """
 
     def __init__(
@@ -233,7 +246,6 @@ class Storage:
         parameters: list[nn.Parameter],
         layers: Sequence[Layer],
         process_groups: ProcessGroups,
-        meter: Meter,
         options: DedicatedOptions,
         rows: RowShards,
     ) -> None:
@@ -244,8 +256,8 @@ class Storage:
         self._slices = slices
         self._specs = slices.plan.specs
         self._model = weakref.ref(model)
+        self.world = process_groups.world
         self._process_groups = process_groups
-        self._meter = meter
         self._options = options
         self._rows = rows
         _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
@@ -287,10 +299,7 @@ class Storage:
 
     def find_parameters(self) -> None:
         """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
-
-        Raises:
-            OwnershipError: a dedicated parameter has been replaced, or is still on the meta device.
-        """
+        OwnershipError if a dedicated one has been replaced, or is still on the meta device."""
         model = self._model()
         if model is None:
             return
@@ -325,7 +334,7 @@ class Storage:
         if self._options.broadcast_parameters:
             others = [p for i, p in enumerate(found) if i not in self.layer_of]
             tensors = [t for t in [*others, *model.buffers()] if not is_distributed(t)]
-            start_from_first((t, self._process_groups.world) for t in tensors)
+            start_from_first((t, self.world) for t in tensors)
         self._take_over()
         for layer in self.layers:
             self.publish(layer)
@@ -346,17 +355,12 @@ class Storage:
     def weight_of(self, matrix: int) -> Tensor:
         """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
         weight = self._weights[self._specs.matrices[matrix].parameter]
-        part = self._slices.held(matrix, self._tensor)
-        stored = weight.bucket.stored(weight.start + part.start, part.numel)
-        return stored.view(part.box.shape)
+        start, box = self._slices.held(matrix, self._tensor)
+        return weight.bucket.stored(weight.start + start, box.numel).view(box.shape)
 
     def check(self) -> None:
-        """Show again what is kept where weights were moved.
-
-        Raises:
-            OwnershipError: a weight has another shape, dtype or device than it is kept in, or was
-                replaced by other values, which ranks without it cannot have received.
-        """
+        """Show again what is kept where weights were moved. OwnershipError if one has another
+        shape, dtype or device, or other values, which ranks without it cannot have received."""
         for p, weight in self._weights.items():
             data, kept = weight.tensor, weight.kept
             alike = data.dtype is kept.dtype and data.device == kept.device
@@ -370,8 +374,7 @@ class Storage:
                     f"parameter {self._specs.parameters[p].name!r} is now {list(local.shape)} "
                     f"{data.dtype} on {data.device}, by an assignment to its data; it was kept as "
                     f"{list(kept.shape)} {kept.dtype} on {kept.device}. Move or convert the model "
-                    "before dmuon.dedicate_params(model), and change values in place inside "
-                    "`with own.materialized(model):`"
+                    "before dmuon.dedicate_params, and change values in own.materialized(model)"
                 )
             weight.show_kept()
 
@@ -387,7 +390,7 @@ class Storage:
             for shard, target, source in bucket.sends:
                 if source is not None:
                     target.copy_(source)
-                self._meter.add("weights", target)
+                self._process_groups.meter["weights"] += target.nbytes
                 transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
                 layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
         if not layer.in_use:
@@ -396,7 +399,7 @@ class Storage:
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
         for replica, stored in layer.publishes:
-            self._meter.add("weights to holders", stored)
+            self._process_groups.meter["weights to holders"] += stored.nbytes
             transport = self._process_groups.replicas
             work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
             layer.publishing.append(work)
@@ -409,11 +412,8 @@ class Storage:
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Whole weights (tensor-parallel slices) in the dtype in which they are kept.
-
-        A weight that is kept whole here is given as it is, not as a copy. A collective call along
-        shards.
-        """
+        """Whole weights (tensor-parallel slices) in the dtype in which they are kept; one that is
+        kept whole here is no copy. A collective call along shards."""
         found, works = [], []
         for p in parameters:
             weight = self._weights[p]
@@ -431,7 +431,6 @@ class Storage:
         return found
 
     def _below(self, module: nn.Module) -> list[int]:
-        """The dedicated parameters of a module."""
         index = {id(self.parameters[p]): p for p in self.layer_of}
         return [index[id(p)] for p in module.parameters() if id(p) in index]
 
@@ -501,8 +500,7 @@ class Storage:
         return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
 
     def load(self, found: Mapping[int, Tensor], flaws: Sequence[str]) -> None:
-        """Keep whole weights, by parameter, in whatever form all ranks have them. A collective
-        call.
+        """Keep whole weights, by parameter, in whatever form; a collective call.
 
         Raises:
             RuntimeError: this rank has ``flaws``; nothing is changed.
@@ -514,20 +512,15 @@ class Storage:
                 raise RuntimeError("model.load_state_dict(): " + "; ".join(flaws))
             return [f"{self._specs.parameters[p].name}: {type(v)}" for p, v in found.items()]
 
-        self.meet("model.load_state_dict()")
-        world = self._process_groups.world
-        attempt(world, check, what="model.load_state_dict()", digest="\n".join)
+        self.world.meet("model.load_state_dict()")
+        attempt(self.world, check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
             keepers = self._slices.keepers(p, in_slices=True, replicas=True)
             self._rows.collect(value, keepers, self._mine(keepers))
 
     def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
-        """The tensors that this rank keeps of them, by matrix."""
-        rank = self._process_groups.world.rank
+        rank = self.world.rank
         return {i: self.weight_of(i) for i, r, box in keepers if r == rank and box.numel}
-
-    def meet(self, call: str) -> None:
-        self._process_groups.world.meet(call)
 
     def restore(self) -> None:
         """Give every rank the whole weights for good, layer by layer; a collective call."""
