@@ -109,12 +109,12 @@ _OPTIONS: dict[Layout, type[Options]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """The model to plan, or the named parameters of an optimizer, whose specs ``route`` gives and
+    """The model to plan, or the named parameters of an optimizer, whose specs ``routed`` gives and
     whose module may be known too. ``before``: the ownership that is to be replaced."""
 
     model: nn.Module | None
     named: Named | None = None
-    route: Callable[[], ModelSpecs] | None = None
+    routed: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
 
     @property
@@ -139,20 +139,11 @@ class Given:
             return [(name, p) for name, p in self.named if p.requires_grad]
         return trainable_parameters(self.inner) if isinstance(self.inner, nn.Module) else []
 
-    def specs(self, request: Request, layout: Layout) -> ModelSpecs:
-        if self.route is not None:
-            return self.route()
-        assert self.inner is not None
-        return collect(
-            self.inner, select=request.select, splits=request.splits, heads=request.heads,
-            allow_meta=layout is Layout.DEDICATED,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `dedicate_params`, except the model and its mesh; and the Newton-Schulz
-    dtype of the optimizer that plans."""
+    """The arguments of `dedicate_params` beside the model, and the Newton-Schulz dtype of the
+    optimizer that plans."""
 
     layout: str = "auto"
     select: Select | None = None
@@ -164,6 +155,7 @@ class Request:
     options: Options | None = None
     plan: OwnershipPlan | None = None
     kernels: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    mesh: DeviceMesh | None = None
     ns_dtype: str | torch.dtype = "auto"
 
 
@@ -219,21 +211,17 @@ def dedicate_params(
     """
     check_launched("dmuon.dedicate_params")
     request = Request(
-        layout, select, splits, heads, costs, solver, planner, options, plan, kernels
+        layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
     )  # fmt: skip
-    return plan_given(Given(model), request, mesh)
+    return plan_given(Given(model), request)
 
 
-def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -> Ownership:
-    """`dedicate_params` for whatever is given. Never compiled: what is timed is what runs."""
-    return uncompiled(_plan)(given, request, mesh)
-
-
-def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
+def plan_given(given: Given, request: Request) -> Ownership:
+    """`dedicate_params` for whatever is given."""
     if isinstance(given.model, nn.Module):
         refuse_fsdp1(given.model.modules())
         reshard(given.model.modules())
-    named = given.trainable()
+    named, mesh = given.trainable(), request.mesh
     if given.ddp is None and mesh is None:
         mesh = covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
@@ -243,8 +231,8 @@ def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
         parameters = [p for _, p in named]
         return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
 
-    ownership = assemble(given, request, transport, topology)
-    ownership.asked = request, mesh
+    # Never compiled: what is timed is what runs.
+    ownership = uncompiled(assemble)(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
         groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
         _warn_of_timeouts(groups)
@@ -264,7 +252,7 @@ def assemble(
     instead of `Transport.subgroup`.
     """
     new_group = new_group or transport.subgroup
-    opened = [transport]
+    opened, asked = [transport], request
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Everything that can be wrong on one rank is found here.
@@ -300,7 +288,7 @@ def assemble(
         if isinstance(one, C10dTransport):
             one.end_planning()
     ownership = Ownership(plan, runtime, given.inner, request.kernels)
-    ownership.asked = request, None
+    ownership.asked = asked
     return ownership
 
 
@@ -477,7 +465,14 @@ def _inspect(
                 "this model is dedicated already: call close() on its Ownership before "
                 "dedicate_params is called again"
             )
-    specs = given.specs(request, layout)
+    if given.routed is not None:
+        specs = given.routed()
+    else:
+        assert inner is not None
+        specs = collect(
+            inner, select=request.select, splits=request.splits, heads=request.heads,
+            allow_meta=layout is Layout.DEDICATED,
+        )  # fmt: skip
     if not isinstance(request.planner, PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
     if given.ddp is not None:

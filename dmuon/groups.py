@@ -172,22 +172,22 @@ class NamedGroups:
         return None if self._passed is None else self._passed()
 
     def read(
-        self, given: Sequence[Group], planned: Mapping[Tensor, str], routes: Routes
+        self, given: Sequence[Group], planned: Mapping[Tensor, Route] | None = None
     ) -> list[Group]:
         """Users' groups with the hyperparameters that their parameters need.
 
-        ``planned`` are the names of parameters that `dedicate_params` has planned, with ``routes``;
-        others are routed here.
+        ``planned`` are the parameters that `dedicate_params` has routed; without any, all are
+        routed here.
         """
-        first = len(self.names)
+        first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
         if not first:
             self._are_named = any(names for names, _ in found)
         names, everyone = self._identified(given, found, planned)
         with suppress(DmuonError):  # of what may never be trained
             self.if_trained |= self.routed(everyone, frozen=True)
-        if routes:
-            self.routes |= routes
+        if planned:
+            self.routes |= {route[0].name: route for route in planned.values()}
         else:
             # A head may be trained before the matrices.
             late = any(matrices for _, matrices in self.if_trained.values())
@@ -213,7 +213,7 @@ class NamedGroups:
         self,
         given: Sequence[Group],
         found: Sequence[tuple[list[str] | None, list[Tensor]]],
-        planned: Mapping[Tensor, str],
+        planned: Mapping[Tensor, Route],
     ) -> tuple[list[list[str]], list[Member]]:
         """The names of all parameters by group, and each with the live module that holds it."""
         pairs = [pair for names, ps in found for pair in zip(names or repeat(None), ps)]
@@ -227,7 +227,7 @@ class NamedGroups:
             for i, (label, p) in enumerate(zip(names or repeat(None), tensors)):
                 model, place = holders.get(id(p), ((None, None), None))
                 if p in planned:
-                    name = planned[p]
+                    name = planned[p][0].name
                 elif label is not None:
                     name = canonical_name(label)
                 elif place is not None:  # two models may use the same names

@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from inspect import signature
@@ -50,6 +50,7 @@ from dmuon.groups import (
     Accepted,
     Group,
     NamedGroups,
+    Route,
     check_group,
     completed,
     describe,
@@ -64,7 +65,7 @@ from dmuon.report.data import LoadBalanceReport
 from dmuon.rule import Hyper, Rule
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
-from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name, dtype_name
+from dmuon.scheduler.specs import ModelSpecs, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
@@ -201,41 +202,29 @@ class Muon(Optimizer):
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, NamedGroups(params))
-        # What must be alike is compared when engines are made.
-        groups = attempt_in_all(
-            transports, lambda: self._prepare(given, ownerships, muon, adamw, period, dedicate)
-        )
+
+        def groups() -> list[Group]:
+            """The param groups, when everything is right; what must be alike on all ranks is
+            compared when engines are made."""
+            run.groups.defaults = check_muon_group(muon.group()), adamw.group()
+            checked(SWITCH_RULES, switches)
+            resolve_ns_dtype(ns_dtype, torch.device("cpu"))
+            run.schedule = Schedule(period)
+            run.asked = _request(dedicate, ownerships)
+            run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
+            made = run.groups.read(given, _planned(ownerships))
+            if ownerships:
+                _check_members(made, ownerships)
+            return made
+
+        made = attempt_in_all(transports, groups)
         _keep_compiler_out()
-        super().__init__(groups, {})
+        super().__init__(made, {})
         self.defaults = dict(run.groups.defaults[0])
         self._note_progress(self.param_groups)
         run.ready = True
         if ownerships:
             self._bind(ownerships)
-
-    def _prepare(
-        self,
-        given: list[Group],
-        ownerships: Sequence[Ownership],
-        muon: MuonDefaults,
-        adamw: AdamWDefaults,
-        period: Period,
-        dedicate: Mapping[str, Any] | None,
-    ) -> list[Group]:
-        """Check everything that was given, and make the param groups. Not a collective call."""
-        run = self._run
-        run.groups.defaults = check_muon_group(muon.group()), adamw.group()
-        checked(SWITCH_RULES, run.switches)
-        resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
-        run.schedule = Schedule(period)
-        run.asked = request, _ = _request(dedicate, ownerships)
-        run.groups.how = {n: getattr(request, n) for n in ("select", "splits", "heads")}
-        routes = (routes_of(o.plan.specs).items() for o in ownerships)
-        names = {p: spec.name for p, spec in _planned(ownerships)}
-        made = run.groups.read(given, names, dict(chain.from_iterable(routes)))
-        if ownerships:
-            _check_members(made, ownerships)
-        return made
 
     # ---- param groups --------------------------------------------------------------------
 
@@ -245,7 +234,7 @@ class Muon(Optimizer):
         if not run.ready:
             super().add_param_group(param_group)
             return
-        (group,) = run.groups.read(read_groups([param_group]), {}, {})
+        (group,) = run.groups.read(read_groups([param_group]))
         added = self.defaults.keys() - group.keys()  # by torch, to every group
         try:
             super().add_param_group(group)
@@ -262,7 +251,7 @@ class Muon(Optimizer):
         run = self._run
         added = self.param_groups[len(run.groups.names) :]
         if added and not run.engines:
-            for group, full in zip(added, run.groups.read(read_groups(added), {}, {}), strict=True):
+            for group, full in zip(added, run.groups.read(read_groups(added)), strict=True):
                 group.update(full)
             self._note_progress(added)
         return run.groups.named(self.param_groups)
@@ -295,13 +284,13 @@ class Muon(Optimizer):
             if other is not before:
                 other.close()
 
-        def route() -> ModelSpecs:
+        def routed() -> ModelSpecs:
             if flaw is not None:
                 raise flaw
             return run.groups.specs(named)
 
-        request = replace(run.asked[0], ns_dtype=run.switches["ns_dtype"])
-        ownership = plan_given(Given(model, named, route, before), request, run.asked[1])
+        request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
+        ownership = plan_given(Given(model, named, routed, before), request)
         if not ownership.plan.specs.matrices and ownership.rank == 0:
             warnings.warn(
                 "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
@@ -342,7 +331,7 @@ class Muon(Optimizer):
             return OwnershipError(
                 f"{what}: that is planned in a full step, and period=math.inf takes none"
             )
-        if not run.schedule.is_full(run.schedule.t):  # where ranks could not agree on it
+        if not run.schedule.is_full(run.schedule.t):  # ranks could not agree on it
             return None
         return NewParameters(
             f"{what}, but not on every rank: unfreeze, and add groups, on all of them before the "
@@ -358,8 +347,7 @@ class Muon(Optimizer):
             entries = dict(self.state) | engine.saved_state()
             ownership.become(self._new_ownership(ownership))
             # Kept here too, in case that binding fails.
-            state = {n: entries[p] for n, p in self._named() if p in entries}
-            run.loaded = state | {n: e for n, e in run.loaded.items() if n not in state}
+            run.loaded |= {n: entries[p] for n, p in self._named() if p in entries}
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
@@ -384,13 +372,10 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        switches, masters = run.switches, run.switches["master_weights"]
-        ns_dtype, backend = _agreed(ownerships, switches["ns_dtype"])
+        ns_dtype, backend = _agreed(ownerships, run.switches["ns_dtype"])
+        agreed = run.switches | {"ns_dtype": ns_dtype, "backend": backend}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
-        settings = Settings(
-            ns_dtype, masters, run.schedule, accepted.digest, switches["block_lr_ratio"],
-            switches["publish"], switches["nonfinite"], backend,
-        )  # fmt: skip
+        settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
             self.state.clear()
 
@@ -404,7 +389,7 @@ class Muon(Optimizer):
             run.ownerships, run.settings, run.accepted = ownerships, settings, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
-            if not masters and not again:
+            if not settings.master_weights and not again:
                 flaws.append(_flaw_of_rounding(ownerships, self.param_groups))
             return flaws
 
@@ -430,11 +415,10 @@ class Muon(Optimizer):
             ownership.runtime.check_unbound()
         _check_members(self.param_groups, ownerships)
         _check_switches(run, ownerships)
-        planned = {p: spec.algorithm for p, spec in _planned(ownerships)}
-        made = []
+        planned, made = _planned(ownerships), []
         for number, group in enumerate(self.param_groups):
             algorithms = groups.algorithms[number]
-            algorithms |= {planned[p] for p in group["params"] if p in planned}
+            algorithms |= {planned[p][0].algorithm for p in group["params"] if p in planned}
             full = completed(group, algorithms, *groups.defaults)
             made.append(full | check_group(full, number, algorithms))
         ns_dtype = resolve_ns_dtype(run.switches["ns_dtype"], ownerships[0].runtime.device)
@@ -445,7 +429,7 @@ class Muon(Optimizer):
     def _text(self, made: Sequence[Group], ownerships: Sequence[Ownership]) -> str:
         """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""
         # A rank may have a placeholder where another has the weight.
-        shapes = {p: spec.shape for p, spec in _planned(ownerships)}
+        shapes = {p: spec.shape for p, (spec, _) in _planned(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]
         for number, group in enumerate(made):
@@ -558,14 +542,12 @@ class Muon(Optimizer):
 
     def _verifies(self) -> bool:
         """Whether this step is verified: the first full one after every ``verify_every`` steps."""
-        run, every = self._run, self._run.switches["verify_every"]
-        t = run.schedule.t
-        run.verify_due = run.verify_due or (bool(every) and t % every == every - 1)
-        if not run.verify_due or not run.schedule.is_full(t):
+        every, schedule = self._run.switches["verify_every"], self._run.schedule
+        if every is None or not schedule.is_full(schedule.t):
             return False
-        run.verify_due = False
-        run.verified += 1
-        return True
+        is_due = (schedule.t + 1) // every > (schedule.last_full + 1) // every
+        self._run.verified += is_due
+        return is_due
 
     def _note_progress(self, groups: Iterable[Group]) -> None:
         """Keep where the schedule is in the groups with matrices."""
@@ -776,11 +758,7 @@ def _combined(key: str, values: Sequence[Any]) -> Any:
 
 class _Run:
     """All that changes about an optimizer, in one object: a framework may put another in front of
-    it, whose reads reach this one and whose writes do not (Lightning).
-
-    ``asked``: the request and the mesh for planning. ``loaded``: state that waits for the plan, by
-    name. What begins with ``frozen`` is there once it is planned.
-    """
+    it, whose reads reach this one and whose writes do not (Lightning)."""
 
     def __init__(self, switches: dict[str, Any], groups: NamedGroups) -> None:
         self.switches = switches
@@ -788,16 +766,17 @@ class _Run:
         self.ready = False
         self.in_closure = False
         self.schedule = Schedule(1)
-        self.asked: tuple[Request, Any] = Request(), None
+        self.asked = Request()
+        self.verified = 0
+        # State that waits for the plan, by name.
         self.loaded: dict[str, dict[str, Any]] = {}
+        # Once it is planned:
         self.frozen: list[tuple[str, Any]] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None
         self.accepted: Accepted | None = None
         self.bytes: Counter[str] = Counter()
-        self.verified = 0
-        self.verify_due = False
 
 
 def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tuple[float, float]:
@@ -830,12 +809,10 @@ def _ownerships_in(
     return ownerships
 
 
-def _request(
-    dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]
-) -> tuple[Request, Any]:
-    """The request and the mesh of ``dedicate``; TypeError for unknown keywords."""
+def _request(dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]) -> Request:
+    """How to plan, now or again; TypeError for unknown keywords."""
     asked = dict(dedicate or {})
-    known = ["mesh", *(f.name for f in fields(Request) if f.name != "ns_dtype")]
+    known = [f.name for f in fields(Request) if f.name != "ns_dtype"]
     if unknown := sorted(asked.keys() - {*known}):
         raise TypeError(
             f"dedicate= takes keyword arguments of dmuon.dedicate_params ({', '.join(known)}), "
@@ -846,9 +823,9 @@ def _request(
             "dedicate= says how to plan, but these parameters are planned: say it there (in "
             "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
         )
-    if ownerships:  # for when it plans again
-        return ownerships[0].asked
-    mesh = asked.pop("mesh", None)
+    if ownerships:
+        found: Request = ownerships[0].asked
+        return found
     request = Request(**asked)
     if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):
         raise OwnershipError(
@@ -856,12 +833,12 @@ def _request(
             "reduce_to_owner=True take gradients in the backward before it: call "
             "dmuon.dedicate_params(model, ...) with these arguments before dmuon.Muon(model)"
         )
-    return request, mesh
+    return request
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
     """Each planned parameter must be in exactly one group, and each trainable one planned."""
-    names = {p: canonical_name(spec.name) for p, spec in _planned(ownerships)}
+    names = {p: spec.name for p, (spec, _) in _planned(ownerships).items()}
     seen: dict[Tensor, int] = {}
     for number, group in enumerate(groups):
         for p in group["params"]:
@@ -886,10 +863,10 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
         )
 
 
-def _planned(ownerships: Sequence[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
-    """Every planned parameter of these ownerships, with its spec."""
-    for ownership in ownerships:
-        yield from zip(ownership.parameters, ownership.plan.specs.parameters, strict=True)
+def _planned(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
+    """How each planned parameter is updated."""
+    routes = (zip(o.parameters, routes_of(o.plan.specs).values()) for o in ownerships)
+    return dict(chain.from_iterable(routes))
 
 
 # ---- settings, checked and agreed on -----------------------------------------------------
@@ -986,7 +963,7 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         # In the dedicated layout the first rank may store no matrix.
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
-        for p, (_, matrices) in zip(ownership.parameters, routes_of(plan.specs).values()):
+        for p, (_, matrices) in _planned([ownership]).items():
             local = local_tensor(p)
             if matrices and p.dtype.itemsize < 4 and local.numel():
                 number = group_of[p]

@@ -54,7 +54,7 @@ class Ownership:
         self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
-        self.asked: Any = None  # the request and the mesh that it was planned by
+        self.asked: Any = None  # the `Request` that it was planned by
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}

@@ -42,7 +42,7 @@ from dmuon.scheduler.specs import Box
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import HyperDigest, NonFiniteError, first_of
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -56,23 +56,21 @@ _FULL = 1 / 8  # of a dtype's range: momentum of so much overflows
 class Settings:
     """What holds for all groups of an optimizer."""
 
-    ns_dtype: torch.dtype
-    master_weights: bool
     schedule: Schedule
     digest: HyperDigest
-    block_lr_ratio: float | None
-    publish: str
-    nonfinite: str
+    ns_dtype: torch.dtype
     backend: str  # for products, where neither the plan nor the options name one
+    publish: str
+    master_weights: bool
+    block_lr_ratio: float | None
+    nonfinite: str
+    verify_every: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Amp:
-    """What `torch.amp.GradScaler` tells an optimizer: 0-d tensors.
-
-    ``scale``: what gradients are still to be divided by; ``found_inf``: not zero where this rank
-    found a non-finite gradient.
-    """
+    """From `torch.amp.GradScaler`, 0-d tensors: what gradients are still to be divided by, and
+    whether this rank found one that is not finite (not zero)."""
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -92,10 +90,8 @@ class Skips:
 
 
 class Engine(ABC):
-    """The work of one ownership in `Muon.step`, in the order in which it is called.
-
-    ``optimizer`` holds the param groups and the state; an engine makes its state at construction.
-    """
+    """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
+    ``optimizer`` is made at construction."""
 
     _message: VerdictMessage
 
@@ -116,6 +112,7 @@ class Engine(ABC):
         )
         runtime.apart = options.is_fixed
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
+        self._amp = Amp()
         self.skips = Skips()
         self.verifier = Verifier()
         self._samples: list[Sample] = []
@@ -210,13 +207,25 @@ class Engine(ABC):
                     found_inf=None if flag is None or not pairs else flag.to(pairs[0][0].device),
                 )
 
-    @abstractmethod
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         """Bring gradients to where they belong, and weights to what was published.
 
-        ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
-        the other ranks can know; they raise ConsensusError. Returns it, or what it found itself.
+        ``refusal``: why this rank cannot take the step. It raises that in `launch`, once the other
+        ranks can know; they raise ConsensusError. Returns it, or what it found itself.
         """
+        self._message.raise_noted()
+        self._tell()
+        self._amp = amp
+        try:
+            self._runtime.reduce_gradients()
+            self._take_gradients()
+        except DmuonError as error:  # perhaps on this rank alone
+            refusal = refusal or error
+        return refusal
+
+    @abstractmethod
+    def _take_gradients(self) -> None:
+        """Note this rank's gradients, which are where they belong."""
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
@@ -235,11 +244,11 @@ class Engine(ABC):
 
     # ---- what is told --------------------------------------------------------------------
 
-    def _tell(self, amp: Amp) -> None:
+    def _tell(self) -> None:
         """Say on one rank that a step was skipped on all, and why, or that updates are damped by
         eps. Where a scaler looks for skipped steps, they are no news."""
         if self._message.found.is_bad:
-            if amp.found_inf is None:
+            if self._amp.found_inf is None:
                 self._tell_of_skipped()
         elif self._message.found.below_eps and not self.skips.told_of_eps:
             self._tell_of_eps()
@@ -353,9 +362,20 @@ class Engine(ABC):
 
     # ---- reading and state ---------------------------------------------------------------
 
-    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
+        self._runtime.synchronize()
+        return {
+            "update_rms": self._update_rms(),
+            "finite": bool(self._finite),
+            "skipped": int(self.skips.count),
+            "below_eps": self._message.found.below_eps,
+            "kernels": self._kernels.report(),
+        }
+
+    @abstractmethod
+    def _update_rms(self) -> dict[str, float]:
+        """By the names of the matrices that this rank knows of."""
 
     @abstractmethod
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:

@@ -45,7 +45,7 @@ from dmuon.step.operands import BlockState, Operands, at, fill_scaled
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
 from dmuon.tensors import into_range, scale_all
-from dmuon.types import DmuonError, Layout, NewParameters, OwnershipError
+from dmuon.types import Layout, NewParameters, OwnershipError
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
@@ -136,7 +136,6 @@ class ParamsEngine(Engine):
         self._rank = runtime.transport.rank
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
-        self._amp = Amp()
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._check_variants()
@@ -190,18 +189,9 @@ class ParamsEngine(Engine):
         state.reserve(every, self._settings.ns_dtype)
         self._operands = operands = Operands(state, self._rules, order, others)
         blocks = [state.blocks[k] for k in operands.order]
-        self._message = VerdictMessage(
-            runtime.plan.specs,
-            runtime.shards,
-            runtime.transport,
-            runtime.device,
-            self._settings.schedule,
-            self._settings.digest,
-            self._group_of,
-            [b.matrix for b in blocks],
-            [b.counts for b in blocks],
-            alike=runtime.plan.layout is Layout.REPLICATED,
-        )
+        how = self._settings.schedule, self._settings.digest, self._group_of
+        matrices, counts = [b.matrix for b in blocks], [b.counts for b in blocks]
+        self._message = VerdictMessage(runtime, runtime.shards, *how, matrices, counts)
         self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
         self._arrivals: list[list[_Arrivals]] = []
         first = 0
@@ -276,23 +266,18 @@ class ParamsEngine(Engine):
     # ---- a step --------------------------------------------------------------------------
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        self._message.raise_noted()
-        self._tell(self._amp)
+        refusal = super().begin(amp, refusal)
         self._outcome.wait()
-        self._amp = amp
-        try:
-            self._runtime.reduce_gradients()
-            self._grads = self._runtime.local_gradients()
-        except DmuonError as error:
-            refusal = refusal or error  # perhaps on this rank alone
-        if refusal is not None:
-            return refusal
-        self._state.begin_step()
-        present = [g for g in self._grads if g is not None]
-        if amp.scale is not None and present:
-            # A tensor, because reading it would wait for the device.
-            scale_all(present, amp.scale.reciprocal().to(present[0].device))
-        return None
+        if refusal is None:
+            self._state.begin_step()
+            present = [g for g in self._grads if g is not None]
+            if amp.scale is not None and present:
+                # A tensor, because reading it would wait for the device.
+                scale_all(present, amp.scale.reciprocal().to(present[0].device))
+        return refusal
+
+    def _take_gradients(self) -> None:
+        self._grads = self._runtime.local_gradients()
 
     def launch(self, refusal: Exception | None) -> None:
         grads, self._grads = self._grads, []
@@ -318,7 +303,7 @@ class ParamsEngine(Engine):
         if is_full:
             self.skips.late = 0
             if host_can_read(self._runtime.device):
-                self._tell(self._amp)
+                self._tell()
             self.skips.names = []
         elif self._settings.nonfinite == "raise":
             self.skips.late = self.skips.late + skipped
@@ -361,7 +346,7 @@ class ParamsEngine(Engine):
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
-        self._outcome = _Outcome(finite=False)
+        self._outcome, self._finite = _Outcome(), False
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
@@ -577,21 +562,15 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        self._runtime.synchronize()
+        of_step = {"full_step": self._outcome.full, "step_bytes": self.step_bytes()}
+        return super().stats() | of_step
+
+    def _update_rms(self) -> dict[str, float]:
         outcome = self._outcome
         outcome.wait()
         names = [m.name for m in self._runtime.plan.specs.matrices]
         values = [] if outcome.squares is None else outcome.squares.sqrt().tolist()
-        return {
-            "update_rms": {names[i]: v for i, v in zip(outcome.matrices, values)},
-            "full_step": outcome.full,
-            "finite": bool(outcome.finite),
-            # Wholly or in part, because of non-finite gradients.
-            "skipped": int(self.skips.count),
-            "below_eps": self._message.found.below_eps,
-            "step_bytes": self.step_bytes(),
-            "kernels": self._kernels.report(),
-        }
+        return {names[i]: v for i, v in zip(outcome.matrices, values)}
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.consensus import different, refused
-from dmuon.comm.transport import Transport
+from dmuon.comm.layout import LayoutRuntime
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.period import Schedule, is_exchange_step
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.types import ConsensusError, HyperDigest, OwnershipError
+from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
@@ -71,7 +71,7 @@ class Fields:
     copies, by parameter.
 
     This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
-    whose norms travel, and the numbers of these; ``counted`` the same of the replica that counts.
+    whose norms travel, and where these norms are; ``counted`` the same of the replica that counts.
     """
 
     def __init__(
@@ -104,11 +104,13 @@ class Fields:
         def index(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        def with_norms(positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+            return index(positions), index([norm_of[matrices[n]] for n in positions])
+
         travels = [n for n, i in enumerate(matrices) if i in norm_of]
-        counted = [n for n in travels if counts[n]]
         here = [n for n, i in enumerate(matrices) if i not in norm_of]
-        self.travels = index(travels), index([norm_of[matrices[n]] for n in travels])
-        self.counted = index(counted), index([norm_of[matrices[n]] for n in counted])
+        self.travels = with_norms(travels)
+        self.counted = with_norms([n for n in travels if counts[n]])
         # Matrices whose norms do not travel, and their positions.
         self.not_sent = [matrices[n] for n in here], index(here)
         self.block_flag_index = index(self.block_flags)
@@ -130,31 +132,28 @@ class Findings:
 class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
-    ``counts``: which blocks are those of the replica that counts. ``alike``: gradients that only
-    some ranks have, or that differ, are an error. Without ``shards``, where owners have the
-    gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
-    known.
+    ``counts``: which blocks are those of the replica that counts. Without ``shards``, where owners
+    have the gradients, every matrix has a norm, only to say which are not finite; who has a
+    gradient is known.
     """
 
     def __init__(
         self,
-        specs: ModelSpecs,
+        runtime: LayoutRuntime,
         shards: ShardMap | None,
-        transport: Transport,
-        device: torch.device,
         schedule: Schedule,
         digest: HyperDigest,
         group_of: Sequence[int],
         matrices: Sequence[int],
         counts: Sequence[bool],
-        *,
-        alike: bool = False,
     ) -> None:
-        self._specs, self._transport = specs, transport
+        self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
-        self._fields = Fields(specs, shards, transport.rank, device, matrices, counts)
-        self._has_norms, self._on_host = shards is not None, host_can_read(device)
-        self._alike = [p.name for p in specs.parameters] if alike and transport.world > 1 else []
+        self._fields = Fields(specs, shards, transport.rank, runtime.device, matrices, counts)
+        self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
+        # Parameters of which gradients that some ranks lack, or that differ, are an error.
+        is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1
+        self._alike = [p.name for p in specs.parameters] if is_alike else []
         self._compared = 0  # steps whose gradients could be compared with other ranks'
         self.found = Findings()
         self._noted: HostCopy | None = None  # of what is an error on all ranks
@@ -162,7 +161,7 @@ class VerdictMessage:
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
         empty = torch.zeros(self._fields.size, dtype=torch.float64)
         empty[self._fields.flags] = 1.0
-        self._empty = empty.to(device)
+        self._empty = empty.to(runtime.device)
         self._expected = self._empty  # the last fields' sum where nothing is wrong
 
     # ---- what is sent --------------------------------------------------------------------
@@ -465,16 +464,19 @@ def own_verdict(
     on_host = host_can_read(device)
     if on_host and bool(overflow):
         return None
-    found = (norms, *(peaks for _, peaks in checked))
-    finite = torch.stack([values.isfinite().all().to(device) for values in found]).all()
-    finite.logical_and_(overflow.logical_not())
-    bad = norms.isfinite().logical_not_().logical_or_(overflow.to(norms.device))
+
+    def not_finite(values: Tensor) -> Tensor:
+        return values.isfinite().logical_not_().logical_or_(overflow.to(values.device))
+
+    bad = not_finite(norms)
+    of_others = [(some, not_finite(peaks)) for some, peaks in checked]
+    any_bad = torch.stack([f.any().to(device) for f in (bad, *(f for _, f in of_others))]).any()
+    finite = any_bad.logical_or_(overflow).logical_not_()
     for n, p in enumerate(parameters):
         if not here[p]:
             bad[n].fill_(True)
     stays: dict[int, bool | Tensor] = {p: True for p, is_here in enumerate(here) if not is_here}
-    for some, peaks in checked:
-        flags = peaks.isfinite().logical_not_().logical_or_(overflow.to(peaks.device))
+    for some, flags in of_others:
         if on_host:
             stays |= {p: True for p, flag in zip(some, flags.tolist()) if flag}
         else:
