@@ -473,14 +473,10 @@ def _inspect(
             inner, select=request.select, splits=request.splits, heads=request.heads,
             allow_meta=layout is Layout.DEDICATED,
         )  # fmt: skip
-    if not isinstance(request.planner, PlannerOptions):
-        raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
+    _check_request(request)
     if given.ddp is not None:
         _check_ddp(given.ddp, transport)
     mesh = topology()
-    if request.plan is not None:
-        _check_saved(request.plan, request.planner)
-    _check_kernels(request.kernels, request.plan)
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
     held = None
@@ -587,30 +583,52 @@ def _check_axes(named: Named, topology: Topology, options: object) -> None:
             )
 
 
-def _check_saved(plan: OwnershipPlan, planner: PlannerOptions) -> None:
+def _check_request(request: Request) -> None:
+    """Types, kernels that exist, and a saved plan that keeps to what is asked for beside it."""
+    planner, kernels, plan = request.planner, request.kernels, request.plan
+    if not isinstance(planner, PlannerOptions):
+        raise TypeError(f"planner must be PlannerOptions, found {type(planner).__name__}")
+    if not isinstance(kernels, KernelOptions):
+        raise TypeError(f"kernels must be KernelOptions, found {type(kernels).__name__}")
+    restarts_of(kernels.method)
+    if kernels.backend not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
+            f"{kernels.backend!r}"
+        )
+    if plan is None:
+        return
     if not isinstance(plan, OwnershipPlan):
         raise TypeError(
             "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
             f"{type(plan).__name__}"
         )
-    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
-    cap = min((c for c in caps if c is not None), default=None)
+    caps = [c for c in (planner.owner_memory_bytes, plan.limits.memory_bytes) if c is not None]
     fullest = max(plan.state_bytes)
-    if cap is not None and fullest > cap:
+    if caps and fullest > min(caps):
         raise PlanError(
             f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
-            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
+            f"optimizer state, more than owner_memory_bytes={min(caps)}: plan anew, or raise the "
+            "cap"
         )
+    for kernel in {batch.kernel for batch in plan.batches} - {""}:
+        choice = KernelChoice.parse(kernel)
+        same_form = kernels.method in ("auto", choice.method, kernel.partition("/")[0])
+        if not same_form or kernels.backend not in ("auto", choice.backend):
+            raise PlanError(
+                f"the saved plan runs {kernel}, and kernels= asks for method={kernels.method!r}, "
+                f"backend={kernels.backend!r}: leave kernels= out to run what the plan says, or "
+                "plan= to plan again"
+            )
 
 
 def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
     """A saved plan must let the same ranks own each matrix as the model's shards do."""
-    allowed = limits or OwnerLimits()
-    everyone = tuple(range(plan.topology.world))
+    domain_of = limits.domain_of if limits else ()
     for batch in plan.batches:
         for i in batch.matrices:
             name = plan.specs.matrices[i].name
-            domain = allowed.domains[allowed.domain_of[i]] if allowed.domain_of else everyone
+            domain = limits.domains[domain_of[i]] if limits and domain_of else batch.ranks
             for rank in set(batch.ranks).difference(domain):
                 raise PlanError(
                     f"in the saved plan rank {rank} owns {name!r}, which only ranks "
@@ -640,28 +658,6 @@ def _planner(request: Request) -> PlannerOptions:
             "Leave one of the two out"
         )
     return replace(planner, co_owners="off")
-
-
-def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
-    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is, and
-    that do not contradict a saved plan."""
-    if not isinstance(options, KernelOptions):
-        raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
-    restarts_of(options.method)
-    if options.backend not in ("auto", *BACKENDS):
-        raise ValueError(
-            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
-            f"{options.backend!r}"
-        )
-    for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
-        choice = KernelChoice.parse(kernel)
-        same_form = options.method in ("auto", choice.method, kernel.partition("/")[0])
-        if not same_form or options.backend not in ("auto", choice.backend):
-            raise PlanError(
-                f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
-                f"backend={options.backend!r}: leave kernels= out to run what the plan says, or "
-                "plan= to plan again"
-            )
 
 
 # ---- the runtime -------------------------------------------------------------------------

@@ -74,9 +74,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Group dicts with lists as "params", from any of the accepted forms; a copy.
-
-    What is in the lists is for `members`, on all ranks alike."""
+    """Group dicts with lists as "params", from any of the accepted forms; a copy. What is in the
+    lists is for `members`, on all ranks alike."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -108,20 +107,17 @@ def is_pair(entry: object) -> bool:
 def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
     """The names of a group's parameters, None where they have none, and the parameters."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
-    for entry in found:
-        if not isinstance(entry, Tensor):
-            raise TypeError(
-                "the 'params' of a param group are parameters or (name, parameter) pairs, found "
-                f"{type(entry).__name__}"
-            )
+    if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
+        raise TypeError(
+            "the 'params' of a param group are parameters or (name, parameter) pairs, found "
+            f"{wrong[0]}"
+        )
     names = [e[0] for e in group["params"] if is_pair(e)] or group.get("param_names")
-    if names is None:
-        return None, found
-    if len(names) != len(found):
+    if names is not None and len(names) != len(found):
         raise ValueError(
             f"a param group has {len(found)} parameters and {len(names)} names: name all of them"
         )
-    return list(names), found
+    return None if names is None else list(names), found
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
@@ -144,10 +140,9 @@ class NamedGroups:
     """The parameters of an optimizer, by param group: their names, routes and models.
 
     ``names``: by group, canonical or made up. ``algorithms``: those that the parameters of a group
-    need. ``routes``: how each parameter is updated, by name, decided when it was given;
-    ``if_trained``: how a frozen one would be. ``models``: those that hold
-    parameters. ``defaults``: hyperparameters for matrices and for the
-    others. ``how``: ``select``, ``splits`` and ``heads``.
+    need. ``routes``: how each parameter is updated, by name, decided when it was given; of a frozen
+    one how it would be. ``models``: those that hold parameters. ``defaults``: hyperparameters for
+    matrices and for the others. ``how``: ``select``, ``splits`` and ``heads``.
     """
 
     def __init__(self, passed: object) -> None:
@@ -156,7 +151,6 @@ class NamedGroups:
         self.names: list[list[str]] = []
         self.algorithms: list[set[Algorithm]] = []
         self.routes: dict[str, Route] = {}
-        self.if_trained: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
         self.how: dict[str, Any] = {}
         self._places: dict[str, tuple[int, str]] = {}  # the number of the model, the name there
@@ -184,22 +178,22 @@ class NamedGroups:
         if not first:
             self._are_named = any(names for names, _ in found)
         names, everyone = self._identified(given, found, planned)
+        frozen: Routes = {}
         with suppress(DmuonError):  # of what may never be trained
-            self.if_trained |= self.routed(everyone, frozen=True)
-        if planned:
-            self.routes |= {route[0].name: route for route in planned.values()}
-        else:
+            frozen = self._routed(everyone, frozen=True)
+        routes: Routes = {route[0].name: route for route in planned.values()}
+        if not planned:
             # A head may be trained before the matrices.
-            late = any(matrices for _, matrices in self.if_trained.values())
-            partial = bool(first) or self._passed is None or late
-            self.routes |= self.routed(everyone, partial=partial)
-        # Of frozen ones too, which a schedule of the group's lr may reach later.
-        every = self.if_trained | self.routes
+            late = any(matrices for _, matrices in frozen.values())
+            routes = self._routed(everyone, partial=bool(first) or self._passed is None or late)
+        self.routes = {**frozen, **self.routes, **routes}
         made, algorithms = [], []
         for number, (group, own, (given_names, tensors)) in enumerate(
             zip(given, names, found), first
         ):
-            kinds = {every[n][0].algorithm for n in own if n in every} or {Algorithm.ADAMW}
+            # Of frozen ones too, which a schedule of the group's lr may reach later.
+            kinds = {self.routes[n][0].algorithm for n in own if n in self.routes}
+            kinds = kinds or {Algorithm.ADAMW}
             full = completed(group, kinds, *self.defaults)
             full |= check_group(full, number, kinds)
             kept = {"param_names": given_names or own} if self._are_named else {}
@@ -266,7 +260,7 @@ class NamedGroups:
                 holders.setdefault(i, (holder, (number, names[0])))
         return holders
 
-    def routed(
+    def _routed(
         self, everyone: Sequence[Member], *, frozen: bool = False, partial: bool = True
     ) -> Routes:
         """How trainable parameters are to be updated, or how frozen ones would be."""
@@ -325,9 +319,8 @@ class NamedGroups:
                     f"parameter {name!r} appears twice in the param groups: list each once"
                 )
             seen |= {id(p), name}
-        self.routes = self.if_trained | self.routes  # what was frozen when it was given
         missing = [Member(n, p) for n, p in named if p.requires_grad and n not in self.routes]
-        self.routes |= self.routed(missing)
+        self.routes |= self._routed(missing)
         specs = collect([Member(n, p) for n, p in named], routes=self.routes, partial=True)
         # As where a head is trained first, and the rest is unfrozen or added later.
         models = (reference() for reference in self.models)

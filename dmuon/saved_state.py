@@ -72,12 +72,11 @@ def read_state(
         groups = [dict(group) for group in given["param_groups"]]
         entries = _by_parameter(given, here, named)
     entries = {p: entry for p, entry in entries.items() if entry}
-    routes = parameters.if_trained | parameters.routes
     values: list[tuple[str, Tensor]] = []
     group_of = {p: group for group in here for p in group["params"]}
     for name, p in named:
-        if p in entries and p.requires_grad and name in routes:
-            spec, matrices = routes[name]
+        if p in entries and p.requires_grad and name in parameters.routes:
+            spec, matrices = parameters.routes[name]
             asked = group_of[p].get("momentum_dtype")
             dtype, _ = momentum_dtypes(asked, p.dtype, master_weights)
             values += _values_of(entries[p], p, spec, dtype, master_weights)
@@ -166,7 +165,7 @@ def _joined(
     """The entries of several states that have the parameters between them. Without names, each
     optimizer's are taken in order: those with momentum for matrices, the others for the rest."""
     routes = parameters.routes
-    trained = {name: p for name, p in named if name in routes}  # others were frozen
+    trained = {name: p for name, p in named if p.requires_grad and name in routes}
     groups = [(state, group) for state in given for group in state["param_groups"]]
     found: dict[str, Any] = {}
     if all("param_names" in group for _, group in groups):

@@ -10,7 +10,7 @@ A step, on every rank::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -34,7 +34,7 @@ from dmuon.rule import (
 )
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import ITEM_SIZE, Box
-from dmuon.step.engine import Amp, Engine, load_entry, orientations
+from dmuon.step.engine import Amp, AtOwners, Engine, load_entry, orientations
 from dmuon.step.verdict import Verdict, VerdictMessage
 from dmuon.step.verify import Stored
 from dmuon.tensors import finite_marks, scale_all
@@ -160,7 +160,6 @@ class OwnersEngine(Engine):
         # Of what Newton-Schulz got in the step before: matrices, and their norms.
         self._norms: list[tuple[list[int], list[Tensor]]] = []
         self._verdict = Verdict(True)
-        self._vectors: dict[int, Tensor] = {}  # gradients of AdamW's parameters
 
     @property
     def _fuses_adamw(self) -> bool:
@@ -198,7 +197,7 @@ class OwnersEngine(Engine):
         return super().begin(amp, refusal)
 
     def _take_gradients(self) -> None:
-        self._vectors = {
+        self._grads = {
             i: local_tensor(gradient_like(p.grad, p))
             for i, p in chain.from_iterable(self._adamw.values())
             if p.grad is not None
@@ -218,10 +217,10 @@ class OwnersEngine(Engine):
         self._verdict = verdict or Verdict(False)
         if verdict is None:
             runtime.skip()
-            self._vectors = {}
+            self._grads = {}
         runtime.step(self._compute if refusal is None else self._keep, self._apply)
         if refusal is not None:
-            self._vectors = {}
+            self._grads = {}
             raise refusal
         if on_host:
             self._tell()
@@ -236,7 +235,7 @@ class OwnersEngine(Engine):
         sizes = [*chain.from_iterable(each for _, each in self._norms)]
         values = torch.cat(sizes).double() if sizes else norms
         self._norms = []
-        checked = self._checked(self._vectors)
+        checked = self._checked(self._grads)
         return norms, self._message.fill(norms, checked, (), None, (known, values))[1]
 
     def _marks(self, zeros: Tensor) -> Tensor:
@@ -338,8 +337,8 @@ class OwnersEngine(Engine):
             )
 
     def update_others(self) -> None:
-        self._update_adamw(self._vectors, self._verdict)
-        self._vectors = {}
+        self._update_adamw(self._grads, self._verdict)
+        self._grads = {}
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         runtime, shape = self._runtime, self._runtime.plan.specs.parameters[parameter].shape
@@ -364,33 +363,25 @@ class OwnersEngine(Engine):
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Momentum, masters and what variants keep, whole, as rows on all ranks; a collective
         call."""
-        runtime, specs = self._runtime, self._runtime.plan.specs
+        runtime = self._runtime
         runtime.transport.meet("opt.state_dict()")
         others = (p for _, p in chain.from_iterable(self._adamw.values()))
-        found = self._entries_as_weights_are(others)
-        for key, parameters in self._members.items():
-            here = self._state.matrices(key, as_weights_are=key == MASTER)
-            for i, members in parameters.items():
-                entry = found.setdefault(runtime.parameters[i], {})
-                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]]
-                shape, places = specs.parameters[i].shape, runtime.owned_places(i)
-                entry[key] = runtime.rows.spread(shape, dtype, places, here)
-        for i, kept in self._kept.saved().items():
-            found[runtime.parameters[i]].update(kept)
-        return found
+        kept = self._spread(self._at_owners(as_weights_are=True))
+        entries = {runtime.parameters[i]: entry for i, entry in kept.items()}
+        return self._entries_as_weights_are(others) | entries
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        runtime, state = self._runtime, self._state
-        state.take_weights()  # where masters were not saved
-        for key, parameters in self._members.items():
-            here = state.matrices(key)
-            for i, members in parameters.items():
-                value = saved.get(runtime.parameters[i], {}).get(key)
-                if value is not None:
-                    runtime.rows.collect(value, runtime.owned_places(i), here)
-                elif key == MOMENTUM:  # it had no gradient before the state was saved
-                    for view in (here[m] for m in members if m in here):
-                        view.zero_()
-        self._kept.load({i: saved.get(p, {}) for i, p in enumerate(runtime.parameters)})
+        self._state.take_weights()  # where masters were not saved
+        self._collect(self._at_owners(), saved)
         for _, p in chain.from_iterable(self._adamw.values()):
             load_entry(p, self._optimizer.state[p], saved.get(p, {}))
+
+    def _at_owners(self, *, as_weights_are: bool = False) -> Iterator[AtOwners]:
+        """All that lies with owners; ``as_weights_are``: see `OwnerState.matrices`."""
+        specs, places = self._runtime.plan.specs.parameters, self._runtime.owned_places
+        for key, parameters in self._members.items():
+            here = self._state.matrices(key, as_weights_are=as_weights_are and key == MASTER)
+            for i, members in parameters.items():
+                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]]
+                yield AtOwners(i, key, specs[i].shape, dtype, places(i), here)
+        yield from self._kept.rows()

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,13 @@ from dmuon.rule import (
     MASTER,
     Hyper,
     Rule,
-    StateSpec,
     merged_master,
     momentum_dtypes,
     rounds_to,
     rule_of,
 )
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import Box
+from dmuon.scheduler.specs import Box, MatrixSpec
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
@@ -113,6 +112,7 @@ class Engine(ABC):
         runtime.apart = options.is_fixed
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self._amp = Amp()
+        self._grads: dict[int, Tensor] = {}
         self.skips = Skips()
         self.verifier = Verifier()
         self._samples: list[Sample] = []
@@ -225,7 +225,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _take_gradients(self) -> None:
-        """Note this rank's gradients, which are where they belong."""
+        """Note the local gradients by parameter, those of AdamW's at least."""
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
@@ -339,12 +339,20 @@ class Engine(ABC):
             )
             stored = partial(self.stored, box, parameter)
             before = [part.clone() for _, _, part in stored()]
-            self._samples.append(
-                Sample(
-                    *(matrix, box, *self.whole(parameter), self._kept.whole_of(i), before, stored),
-                    working=self._momentum_dtypes(i)[1],
-                )
-            )
+            whole, kept = self.whole(parameter), self._kept_of(i, matrix)
+            working = self._momentum_dtypes(i)[1]
+            self._samples.append(Sample(matrix, box, *whole, kept, before, stored, working))
+
+    def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
+        """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""
+        kept, found = [*self._kept.rows([matrix.parameter])], {}
+        shapes = {s.name: s.shape(*matrix.shape) for s in self._rules[self._group_of[i]].state}
+        rows = self._spread(kept)[matrix.parameter]
+        for k in kept:
+            box = next(box for j, _, box in k.places if j == i)
+            own = whole_tensor(rows[k.key])[box.slices()]
+            found[k.key] = own.reshape(1, *shapes[k.key]).clone()
+        return found
 
     def check_sample(self) -> None:
         """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
@@ -386,6 +394,27 @@ class Engine(ABC):
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over saved entries, bit for bit where they have the same precision."""
 
+    def _spread(self, kept: Iterable[AtOwners]) -> dict[int, dict[str, Tensor]]:
+        """What lies with owners as it is saved, distributed by rows: by parameter and key. A
+        collective call where there is something."""
+        rows = self._runtime.rows
+        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for k in kept:
+            once = {box: (i, owner, box) for i, owner, box in reversed(k.places)}
+            found[k.parameter][k.key] = rows.spread(k.shape, k.dtype, [*once.values()], k.here)
+        return found
+
+    def _collect(self, kept: Iterable[AtOwners], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take over what `_spread` gave; where nothing was saved zeros, but masters stay. A
+        collective call."""
+        for k in kept:
+            value = saved.get(self._runtime.parameters[k.parameter], {}).get(k.key)
+            if value is not None:
+                self._runtime.rows.collect(value, k.places, k.here)
+            elif k.key != MASTER:
+                for i in {i for i, _, _ in k.places} & k.here.keys():
+                    k.here[i].zero_()
+
     def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
         """The entries whose masters somebody's writing to weights has outdated. What is kept stays
         as it is until the next step, because what was written may be taken back."""
@@ -417,7 +446,19 @@ def load_entry(
             local_tensor(value).zero_()
 
 
-# ---- what variants keep ------------------------------------------------------------------
+# ---- what lies with owners ---------------------------------------------------------------
+
+
+class AtOwners(NamedTuple):
+    """State of a parameter that lies with the owners of its matrices: its key; shape and dtype as
+    it is saved; who keeps which part of that; what is here, by matrix."""
+
+    parameter: int
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    places: Keepers
+    here: Mapping[int, Tensor]
 
 
 def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]]]:
@@ -435,7 +476,6 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
 class KeptByRules:
     """What variants keep of each matrix, with its owner; nothing where all groups are plain.
 
-    It is saved as one row per parameter, of all of its matrices in their order, whoever owns them.
     Where several groups of ranks hold copies of a parameter, each copy has its own owners.
     """
 
@@ -502,59 +542,20 @@ class KeptByRules:
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
-    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Keepers]]:
-        """What is kept of a parameter, the length of its row, and its places there."""
-        specs, members = self._runtime.plan.specs, self._members[parameter]
-        shape, copies = specs.parameters[parameter].shape, defaultdict(list)
-        for i in members:
-            copies[specs.matrices[i].box(shape)].append(i)
-        for spec in self._rules[self._group_of[members[0]]].state:
-            places, end = [], 0
-            for copy in copies.values():
-                start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
-                places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
-            yield spec, end, places
-
-    def saved(self, parameters: Iterable[int] | None = None) -> dict[int, dict[str, Tensor]]:
-        """As it is saved, by parameter and name, distributed by rows; a collective call where there
-        is something."""
-        rows = self._runtime.rows
-        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    def rows(self, parameters: Iterable[int] | None = None) -> Iterator[AtOwners]:
+        """What is kept of each parameter (None: of all) in one row, of its matrices in order."""
+        specs = self._runtime.plan.specs
         for p in self._members if parameters is None else parameters:
-            for spec, size, places in self._saved(p):
-                once = {box: (i, owner, box) for i, owner, box in reversed(places)}
-                mine = self._flat(spec.name)
-                found[p][spec.name] = rows.spread((size,), spec.dtype, [*once.values()], mine)
-        return found
-
-    def load(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over what was saved, by parameter; zeros where nothing was. A collective call."""
-        for p in self._members:
-            for spec, _, places in self._saved(p):
-                name = spec.name
-                value = saved.get(p, {}).get(name)
-                if value is None:
-                    for i, _, _ in places:
-                        if i in self._tensors[name]:
-                            self._tensors[name][i].zero_()
-                    continue
-                self._runtime.rows.collect(value, places, self._flat(name))
-
-    def _flat(self, name: str) -> dict[int, Tensor]:
-        return {i: tensor.view(-1) for i, tensor in self._tensors[name].items()}
-
-    def whole_of(self, matrix: int) -> dict[str, Tensor]:
-        """What is kept of a matrix, ``[1, ...]``, on every rank; a collective call."""
-        shape, found = self._runtime.plan.specs.matrices[matrix].shape, {}
-        parameter = self._runtime.plan.specs.matrices[matrix].parameter
-        if parameter not in self._members:
-            return {}
-        rows = self.saved([parameter])[parameter]
-        for spec, _, places in self._saved(parameter):
-            box = next(box for i, _, box in places if i == matrix)
-            own = whole_tensor(rows[spec.name])[box.slices()]
-            found[spec.name] = own.reshape(1, *spec.shape(*shape)).clone()
-        return found
+            members, copies = self._members.get(p, []), defaultdict(list)
+            for i in members:
+                copies[specs.matrices[i].box(specs.parameters[p].shape)].append(i)
+            for spec in self._rules[self._group_of[members[0]]].state if members else ():
+                places, end = [], 0
+                for copy in copies.values():
+                    start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
+                    places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
+                here = {i: tensor.view(-1) for i, tensor in self._tensors[spec.name].items()}
+                yield AtOwners(p, spec.name, (end,), spec.dtype, places, here)
 
 
 # ---- times -------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from dmuon.types import Layout, NewParameters, OwnershipError
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
-Gradients = Sequence[Tensor | None]
+Gradients = Mapping[int, Tensor]  # local ones by parameter
 
 
 @dataclass(slots=True)
@@ -122,10 +122,6 @@ def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
         yield from zip(part.matrices, part.within(buffer).unbind(), strict=True)
 
 
-def _present(grads: Gradients) -> dict[int, Tensor]:
-    return {i: grad for i, grad in enumerate(grads) if grad is not None}
-
-
 class ParamsEngine(Engine):
     """The engine of `ParamsRuntime`."""
 
@@ -135,7 +131,6 @@ class ParamsEngine(Engine):
         runtime, masters = self._runtime, self._settings.master_weights
         self._rank = runtime.transport.rank
         self._outcome = _Outcome()
-        self._grads: list[Tensor | None] = []
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._check_variants()
@@ -270,23 +265,24 @@ class ParamsEngine(Engine):
         self._outcome.wait()
         if refusal is None:
             self._state.begin_step()
-            present = [g for g in self._grads if g is not None]
-            if amp.scale is not None and present:
+            grads = [*self._grads.values()]
+            if amp.scale is not None and grads:
                 # A tensor, because reading it would wait for the device.
-                scale_all(present, amp.scale.reciprocal().to(present[0].device))
+                scale_all(grads, amp.scale.reciprocal().to(grads[0].device))
         return refusal
 
     def _take_gradients(self) -> None:
-        self._grads = self._runtime.local_gradients()
+        found = enumerate(self._runtime.local_gradients())
+        self._grads = {i: grad for i, grad in found if grad is not None}
 
     def launch(self, refusal: Exception | None) -> None:
-        grads, self._grads = self._grads, []
+        grads, self._grads = self._grads, {}
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
             if is_full:
                 self._refuse(refusal)
             raise refusal
-        if not any(grad is not None for grad in grads) and not self._settings.schedule.t:
+        if not grads and not self._settings.schedule.t:
             warnings.warn(
                 "dmuon: no parameter has a gradient at the first step. If the model was sharded or "
                 "wrapped since dmuon.Muon got its parameters, they are no longer the model's: pass "
@@ -295,7 +291,7 @@ class ParamsEngine(Engine):
             )
         self._begin_update()
         step = self._full_step if is_full else self._block_step
-        outcome = step(grads, [grad is not None for grad in grads])
+        outcome = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
         if outcome is None or not is_full:
             self._runtime.pass_by()
         self._outcome = outcome or _Outcome(is_full, finite=False)
@@ -324,7 +320,7 @@ class ParamsEngine(Engine):
             refusal.agreed = self._message.all_are_new(vector)
             if refusal.agreed:
                 return
-        spread = self._message.compare(())
+        spread = self._message.compare({})
         if host_can_read(runtime.device):
             return
         self._message.note(vector, spread)
@@ -357,7 +353,7 @@ class ParamsEngine(Engine):
         inf, late = self._amp.found_inf, self.skips.late
         if isinstance(late, Tensor) or late:
             inf = torch.as_tensor(late, dtype=torch.float64, device=runtime.device)
-        checked = self._checked(_present(grads))
+        checked = self._checked(grads)
         vector, sent = self._message.fill(norms, checked, here, inf)
         work = runtime.all_reduce(sent, "norms")
 
@@ -435,7 +431,7 @@ class ParamsEngine(Engine):
         state, operands = self._state, self._block_operands
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
-        blocks, checked = [state.blocks[k] for k in operands.order], self._checked(_present(grads))
+        blocks, checked = [state.blocks[k] for k in operands.order], self._checked(grads)
         verdict = own_verdict(
             norms,
             [b.parameter for b in blocks],
@@ -535,16 +531,15 @@ class ParamsEngine(Engine):
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
         """The gradients of AdamW's parameters: one that is missing here counts as zero where it is
         not missing everywhere."""
-        found = {}
-        for i, p in chain.from_iterable(self._adamw.values()):
-            grad = grads[i]
-            if verdict.stays.get(i) is not True:
-                found[i] = torch.zeros_like(local_tensor(p)) if grad is None else grad
-        return found
+        return {
+            i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))
+            for i, p in chain.from_iterable(self._adamw.values())
+            if verdict.stays.get(i) is not True
+        }
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         p = self._runtime.parameters[parameter]
-        grad = self._grads[parameter] if self._grads else None
+        grad = self._grads.get(parameter)
         local = torch.zeros_like(local_tensor(p)) if grad is None else grad
         momentum = self._optimizer.state[p][MOMENTUM]
         return whole_tensor(momentum).clone(), whole_tensor(distributed_as(p, local))
@@ -607,7 +602,7 @@ class ParamsEngine(Engine):
             return found
         self._runtime.transport.meet("opt.state_dict()")
         is_whole = self._runtime.plan.layout is Layout.REPLICATED
-        for i, kept in self._kept.saved().items():
+        for i, kept in self._spread(self._kept.rows()).items():
             p = parameters[i]
             kept = {k: whole_tensor(v) for k, v in kept.items()} if is_whole else kept
             found[p] = {**self._optimizer.state[p], **found.get(p, {}), **kept}
@@ -617,4 +612,4 @@ class ParamsEngine(Engine):
         parameters = self._runtime.parameters
         for p in parameters:
             load_entry(p, self._optimizer.state[p], saved.get(p, {}), self._kept.names)
-        self._kept.load({i: saved.get(p, {}) for i, p in enumerate(parameters)})
+        self._collect(self._kept.rows(), saved)

@@ -167,11 +167,11 @@ class BlockState:
         if self._version != self._runtime.locals.version:
             self._look_up()
 
-    def gradients_of_blocks(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def gradients_of_blocks(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
         """The gradient of every block, zeros where there is none, from local ones by parameter."""
         found = []
         for k, b in enumerate(self.blocks):
-            grad = grads[b.parameter]
+            grad = grads.get(b.parameter)
             if grad is None:
                 grad = self.momentum[k].new_zeros(()).expand(self.momentum[k].shape)
             elif b.index is not None:

@@ -238,7 +238,7 @@ class VerdictMessage:
             self._expected = vector[end : end + _NEW] * self._transport.world
         return vector
 
-    def compare(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+    def compare(self, grads: Mapping[int, Tensor]) -> Tensor | None:
         """How far each gradient differs between ranks, as a share of its mean square, float64, in
         the first steps and then rarely; None else. A collective call, also of ranks that refuse.
 
@@ -252,10 +252,10 @@ class VerdictMessage:
             return None
         shape = len(self._alike), _SAMPLED
         found = torch.zeros(shape, dtype=torch.float64, device=self._empty.device)
-        for own, grad in zip(found, grads):
-            if grad is not None and grad.numel():
+        for i, grad in grads.items():
+            if grad.numel():
                 values = sample(grad, _SAMPLED)
-                own[: len(values)].copy_(values)
+                found[i, : len(values)].copy_(values)
         sums = torch.stack([found, found.square()])
         self._transport.all_reduce(sums, tag="gradients alike").wait()
         mean, square = sums.div_(self._transport.world)
