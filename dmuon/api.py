@@ -251,8 +251,7 @@ def assemble(
     ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
     instead of `Transport.subgroup`.
     """
-    new_group = new_group or transport.subgroup
-    opened, asked = [transport], request
+    opened = [transport]
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Everything that can be wrong on one rank is found here.
@@ -260,7 +259,7 @@ def assemble(
             transport,
             lambda: _inspect(given, request, transport, topology),
             what=given.called,
-            digest=lambda found: found.text(request),
+            digest=_Found.text,
         )
         if found.held is not None:
             found = replace(found, reports=transport.gather_objects(found.held))
@@ -270,70 +269,67 @@ def assemble(
             limits = shards.limits(request.planner.owner_memory_bytes)
             found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:
-                request = replace(request, plan=refitted(given.before.plan, found.specs, limits))
-        if request.plan is not None:
-            plan = fitted_plan(request.plan, found.specs, found.topology, found.layout)
-            _check_domains(plan, found.limits)
-            request = replace(request, plan=plan)
-        plan = _priced_plan(request, found, transport, new_group)
+                found = replace(found, plan=refitted(given.before.plan, found.specs, limits))
+        if found.plan is not None:
+            fitted = fitted_plan(found.plan, found.specs, found.topology, found.layout)
+            _check_domains(fitted, found.limits)
+            found = replace(found, plan=fitted)
+        new_group = new_group or transport.subgroup
+        plan = _priced_plan(replace(found, planner=_planner(found)), new_group)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
             undo.callback(opened[-1].close)
             return opened[-1]
 
-        runtime = _runtime(found, plan, transport, open_group)
+        runtime = _runtime(found, plan, open_group)
         undo.pop_all()
     for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
     ownership = Ownership(plan, runtime, given.inner, request.kernels)
-    ownership.asked = asked
+    ownership.asked = request
     return ownership
 
 
-def _priced_plan(
-    request: Request, found: _Found, transport: Transport, new_group: NewGroup
-) -> OwnershipPlan:
+def _priced_plan(found: _Found, new_group: NewGroup) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
-    request = replace(request, planner=_planner(request))
-    if request.plan is not None or request.costs != "measured":
-        return _plan_by(request.costs, request, found, transport)
+    request = found.request
+    if found.plan is not None or request.costs != "measured":
+        return _plan_by(request.costs, found)
     keys = [m.key for m in found.specs.matrices]
     # Elsewhere owners run Newton-Schulz alone.
     momentum = found.layout.keeps_state_at_owners
     costs = measured_costs(
-        transport, keys, found.device, request.planner, kernels=request.kernels,
+        found.transport, keys, found.device, found.planner, kernels=request.kernels,
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
-    if not costs.entries or request.planner.co_owners == "off":
-        return _plan_by(costs, request, found, transport)
+    if not costs.entries or found.planner.co_owners == "off":
+        return _plan_by(costs, found)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
-    free = replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30)))
-    plan = _plan_by(free, request, found, transport)
+    plan = _plan_by(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))), found)
     if not plan.has_co_owners:
         return replace(plan, shared_prices=(), shared_ms=None)
-    costs = _with_slices(costs, plan, request, found, transport, new_group)
-    return _plan_by(costs, request, found, transport)
+    return _plan_by(_with_slices(costs, plan, found, new_group), found)
 
 
-def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) -> OwnershipPlan:
+def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
     """The plan by these costs, made on the first rank; a collective call."""
+    ns_dtype, device_type = found.request.ns_dtype, found.topology.device_type
 
     def solved() -> str:
-        ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
         momentum = found.layout.keeps_state_at_owners
-        plan = request.plan or solve(
-            found.specs, found.topology,
-            resolve_costs(costs, found.topology.device_type, momentum=momentum),
-            layout=found.layout, solver=request.solver, options=request.planner,
-            limits=found.limits, batch_numel=found.batch_bytes // ns_dtype.itemsize,
+        itemsize = resolve_ns_dtype(ns_dtype, found.device).itemsize
+        plan = found.plan or solve(
+            found.specs, found.topology, resolve_costs(costs, device_type, momentum=momentum),
+            layout=found.layout, solver=found.request.solver, options=found.planner,
+            limits=found.limits, batch_numel=found.batch_bytes // itemsize,
         )  # fmt: skip
         return plan.to_json()
 
-    text = solve_on_first(transport, solved)
+    text = solve_on_first(found.transport, solved)
     return attempt(
-        transport,
+        found.transport,
         lambda: OwnershipPlan.from_json(text),
         what="dmuon.dedicate_params (the plan)",
         digest=OwnershipPlan.fingerprint,
@@ -341,18 +337,14 @@ def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) 
 
 
 def _with_slices(
-    costs: CostTable,
-    free: OwnershipPlan,
-    request: Request,
-    found: _Found,
-    transport: Transport,
-    new_group: NewGroup,
+    costs: CostTable, free: OwnershipPlan, found: _Found, new_group: NewGroup
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
+    transport, request = found.transport, found.request
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
-    asked, sizes = request.planner.co_owners, {row.co_owners for row in free.shared_prices}
+    asked, sizes = found.planner.co_owners, {row.co_owners for row in free.shared_prices}
     with ExitStack() as done:
         for k in sorted(sizes if asked == "auto" else sizes & {asked}):
             blocks = blocks_of(every, free.topology, k)
@@ -362,7 +354,7 @@ def _with_slices(
             groups[k] = None if transport.rank in left else group
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
-            transport, costs, keys, groups, found.device, request.planner,
+            transport, costs, keys, groups, found.device, found.planner,
             kernels=request.kernels, ns_dtype=request.ns_dtype, batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
@@ -372,16 +364,21 @@ def _with_slices(
 
 @dataclass(frozen=True)
 class _Found:
-    """``held``: what this rank holds of each parameter, in the layouts that look at it.
-    ``reports``, ``shards`` and ``limits`` follow from that of all ranks."""
+    """What is planned, and how. ``held``: what this rank holds of each parameter, in the layouts
+    that look at it. ``reports``, ``shards`` and ``limits`` follow from that of all ranks; ``plan``
+    is one that is used again."""
 
     given: Given
+    request: Request
+    transport: Transport
     parameters: list[nn.Parameter]
     layout: Layout
     options: Options
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
+    planner: PlannerOptions
+    plan: OwnershipPlan | None
     reports: Sequence[RankShards] = ()
     shards: ShardMap | None = None
     limits: OwnerLimits | None = None
@@ -402,9 +399,9 @@ class _Found:
             return BATCH_BUCKETS * self.options.bucket_bytes
         return BATCH_BUCKETS * BUCKET_BYTES
 
-    def text(self, request: Request) -> str:
+    def text(self) -> str:
         """In lines, what must be alike on all ranks."""
-        options, costs = self.options, request.costs
+        request, options, costs = self.request, self.options, self.request.costs
         if isinstance(costs, CostTable):
             digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
             costs = f"{costs.source} (table {digest[:12]})"
@@ -486,8 +483,10 @@ def _inspect(
     elif layout is not Layout.REDUCED:
         rank = dist.get_rank() if is_initialized() else 0
         held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
-    options = request.options or _OPTIONS[layout]()
-    return _Found(given, [p for _, p in named], layout, options, specs, mesh, held)
+    return _Found(
+        given, request, transport, [p for _, p in named], layout,
+        request.options or _OPTIONS[layout](), specs, mesh, held, request.planner, request.plan,
+    )  # fmt: skip
 
 
 def _layout(request: Request, given: Given) -> Layout:
@@ -642,12 +641,12 @@ def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
                 )
 
 
-def _planner(request: Request) -> PlannerOptions:
+def _planner(found: _Found) -> PlannerOptions:
     """Without co-owners if they cannot run these kernels, or would change their bits."""
-    planner, kernels = request.planner, request.kernels
+    planner, kernels = found.planner, found.request.kernels
     if not kernels.is_fixed and kernels.method != "standard":
         return planner
-    plan, asked = request.plan, f"co_owners={planner.co_owners}"
+    plan, asked = found.plan, f"co_owners={planner.co_owners}"
     if plan is not None:
         asked = "a saved plan in which ranks share matrices"
     if isinstance(planner.co_owners, int) if plan is None else plan.has_co_owners:
@@ -663,14 +662,12 @@ def _planner(request: Request) -> PlannerOptions:
 # ---- the runtime -------------------------------------------------------------------------
 
 
-def _runtime(
-    found: _Found, plan: OwnershipPlan, transport: Transport, new_group: NewGroup
-) -> LayoutRuntime:
+def _runtime(found: _Found, plan: OwnershipPlan, new_group: NewGroup) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it.
 
     First whatever is a collective call, then what may fail on one rank alone.
     """
-    options = found.options
+    options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     made: Callable[[], LayoutRuntime]
     if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):
