@@ -37,8 +37,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def adamw_step(
     group: Mapping[str, Any],
     state: MutableMapping[Any, Any],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    pairs: Sequence[tuple[Tensor, Tensor]],
     *,
     master_weights: bool,
     fused: bool,
@@ -46,16 +45,18 @@ def adamw_step(
 ) -> None:
     """One AdamW step with the hyperparameters of the param group ``group``.
 
-    ``grads`` are the local parts of the gradients of ``params``, ``state`` is what
+    ``pairs`` are parameters with the local parts of their gradients, ``state`` is what
     `make_adamw_state` made. ``fused``: in torch's fused form, one call that reads nothing back, and
     leaves all as it is where ``found_inf`` (0-d, float32) is not zero. Otherwise as torch does it
     on a CPU, bit for bit, in pieces that stay in its caches: its fused form rounds an element as
     the element's place in a vector is.
     """
-    if not params:
+    if not pairs:
         return
+    if found_inf is not None:
+        found_inf = found_inf.to(pairs[0][0].device)
     rows, settings = [], _settings(group)
-    for p, grad in zip(params, grads, strict=True):
+    for p, grad in pairs:
         entry = state[p]
         weight, target, *kept = (
             stored_tensor(t)
@@ -72,9 +73,9 @@ def adamw_step(
             targets, gradients, averages, squares, [], steps, **settings, amsgrad=False,
             maximize=False, foreach=foreach, fused=fused, found_inf=found_inf,
         )  # fmt: skip
-        pairs = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
-        if pairs:
-            torch._foreach_copy_([w for w, _ in pairs], [t for _, t in pairs])
+        rounded = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
+        if rounded:
+            torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
 
 def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:

@@ -82,12 +82,7 @@ class Muon(Optimizer):
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
     parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
     others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
-    Call `dmuon.dedicate_params(model)` before to look first, or for another layout. One `step`, on
-    every rank::
-
-        verdict     one all-reduce: whether all gradients are finite, who has some
-        owners      Newton-Schulz, batch by batch; each result leaves at once
-        everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
+    Call `dmuon.dedicate_params(model)` before to look first, or for another layout.
 
     ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
     need: those of `torch.optim.Muon` for matrices, those of `torch.optim.AdamW` for others. A group
@@ -105,13 +100,12 @@ class Muon(Optimizer):
             square of an update over ``lr``, ``number * sqrt(max(m, n))``; "match_rms_adamw": 0.2,
             about that of AdamW's updates. Weight decay is never adjusted.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
-        period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
-            count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
-            what it holds, without any traffic. `math.inf` never takes a full step; a function of
-            the step count gives a period that changes, as `LinearPeriod` does.
+        period: MuonBP (`sharded` layout only, docs/muonbp.md). An integer P takes a full step where
+            the step count, from 0, is a multiple of P, and block steps between: each rank
+            orthogonalizes what it holds, without any traffic. `math.inf` never takes a full step; a
+            function of the step count gives a period that changes, as `LinearPeriod` does.
         block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
-            of the block; in theory it is between 1 and one over the square root of the number of
-            blocks. None is 1.
+            of the block; in theory between 1 and one over the root of the number of blocks.
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
             "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
             ranks differ.
@@ -956,7 +950,8 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
     ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = defaultdict(list)
+    squares: dict[tuple[int, torch.dtype], float] = defaultdict(float)  # sums, of updates
+    counts: Counter[tuple[int, torch.dtype]] = Counter()
     weights: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for ownership in ownerships:
         plan = ownership.plan
@@ -966,23 +961,23 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         for p, (_, matrices) in _planned([ownership]).items():
             local = local_tensor(p)
             if matrices and p.dtype.itemsize < 4 and local.numel():
-                number = group_of[p]
-                hyper = Hyper.of(groups[number])
-                weights[number, p.dtype].append(local)
+                key = group_of[p], p.dtype
+                hyper = Hyper.of(groups[key[0]])
+                weights[key].append(local)
                 for m in matrices:
-                    rms = hyper.adjusted(*m.shape) / math.sqrt(max(m.shape))
-                    updates[number, p.dtype].append((rms, m.numel))
+                    counts[key] += m.numel
+                    squares[key] += hyper.adjusted(*m.shape) ** 2 / max(m.shape) * m.numel
     lost = []
-    for key, sizes in updates.items():
-        update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights[key]]
-        count = sum(w.numel() for w in weights[key])
-        weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
+    for key, some in weights.items():
+        update = math.sqrt(squares[key] / counts[key])
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in some]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        weight = norm / math.sqrt(sum(w.numel() for w in some))
         if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, key[1])):
-            lost.append((update / ulp, update, weight, key))
+            lost.append((update / ulp, update, weight, *key))
     if not lost:
         return None
-    _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
+    _, update, weight, number, dtype = min(lost, key=lambda entry: entry[0])
     return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
         f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "

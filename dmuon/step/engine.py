@@ -184,6 +184,7 @@ class Engine(ABC):
 
     def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
         """Update the parameters of these gradients."""
+        how = {"master_weights": self._settings.master_weights, "fused": self._fuses_adamw}
         for g, params in self._adamw.items():
             joint: list[tuple[Tensor, Tensor]] = []
             # The fused form takes one flag for all parameters of a call.
@@ -197,15 +198,7 @@ class Engine(ABC):
                 else:
                     joint.append((p, grads[i]))
             for flag, pairs in calls:
-                adamw_step(
-                    self._groups[g],
-                    self._optimizer.state,
-                    [p for p, _ in pairs],
-                    [grad for _, grad in pairs],
-                    master_weights=self._settings.master_weights,
-                    fused=self._fuses_adamw,
-                    found_inf=None if flag is None or not pairs else flag.to(pairs[0][0].device),
-                )
+                adamw_step(self._groups[g], self._optimizer.state, pairs, found_inf=flag, **how)
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         """Bring gradients to where they belong, and weights to what was published.
@@ -283,10 +276,9 @@ class Engine(ABC):
             eps = min(self._settings.digest.eps.values())
             warnings.warn(
                 f"dmuon: Newton-Schulz got {message.found.below_eps} of the matrices with a norm "
-                f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's, or "
-                "zero. Gradients are that small where the loss is scaled down, or clipped to a "
-                "tiny norm: leave that out, or pass a smaller eps=, such as 1e-20 "
-                '(opt.stats()["below_eps"] counts such matrices)',
+                f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's. "
+                "Is the loss scaled down, or are gradients clipped to a tiny norm? Leave that out, "
+                'or pass a smaller eps=, such as 1e-20 (opt.stats()["below_eps"] counts them)',
                 RuntimeWarning,
                 stacklevel=6,
             )
@@ -332,11 +324,8 @@ class Engine(ABC):
         self._samples = []
         for parameter, box in self.verifier.sample(self._runtime.plan, count):
             shape = specs.parameters[parameter].shape
-            i, matrix = next(
-                (i, m)
-                for i, m in enumerate(specs.matrices)
-                if m.parameter == parameter and m.box(shape) == box
-            )
+            members = ((i, m) for i, m in enumerate(specs.matrices) if m.parameter == parameter)
+            i, matrix = next((i, m) for i, m in members if m.box(shape) == box)
             stored = partial(self.stored, box, parameter)
             before = [part.clone() for _, _, part in stored()]
             whole, kept = self.whole(parameter), self._kept_of(i, matrix)
@@ -633,9 +622,9 @@ class StepTelemetry:
         warnings.warn(
             f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms per step on the matrices "
             f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
-            "balanced by prices that are wrong here. Usual causes: a plan or a cost table from "
-            "another machine, an ns_dtype or ns_steps other than what was measured, gradients that "
-            'are missing, or a busy machine. opt.stats()["kernels"] says what ran; '
+            "balanced by prices that are wrong here: from another machine, of another ns_dtype or "
+            "ns_steps; or gradients are missing, or the machine is busy. "
+            'opt.stats()["kernels"] says what ran; '
             'dmuon.dedicate_params(model, costs="measured") plans by the times of this machine',
             stacklevel=2,
         )

@@ -366,11 +366,10 @@ class VerdictMessage:
         for name, flag in zip(self._alike, fields.flags):
             if 0 < values[flag] < world:
                 raise OwnershipError(
-                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} "
-                    "ranks. In the 'replicated' layout p.grad must be the average over all "
-                    "ranks, on all of them, zeros where a rank has none: average with "
-                    "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
-                    "was changed"
+                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} ranks. In "
+                    "the 'replicated' layout p.grad must be the average over all ranks, on all of "
+                    "them: average with DistributedDataParallel, and clear gradients on all ranks "
+                    "alike. Nothing was changed"
                 )
         self._note_below_eps(norms, int(last[_BELOW]))
         spread = values[fields.sent :]
@@ -378,12 +377,11 @@ class VerdictMessage:
             raise OwnershipError(
                 "gradients differ between ranks: that of parameter "
                 f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
-                "'replicated' layout p.grad must be the average over all ranks, and here nobody "
-                "averages it. Wrap the model: torch.nn.parallel.DistributedDataParallel(model) "
-                "(wrap it again after unfreezing; the last backward before a step outside of "
-                "no_sync); or let dmuon average: dmuon.dedicate_params(model, "
-                "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
-                "Nothing was changed"
+                "'replicated' layout p.grad must be the average over all ranks. Wrap the model: "
+                "torch.nn.parallel.DistributedDataParallel(model) (wrap it again after "
+                "unfreezing; the last backward outside of no_sync); or let dmuon average: "
+                "dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner="
+                "True)) before dmuon.Muon(model). Nothing was changed"
             )
 
     def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
@@ -404,9 +402,9 @@ class VerdictMessage:
         counts = different([{"the count": str(step)} for step in steps])
         if counts:
             raise ConsensusError(
-                f"ranks take full steps at different step counts ({counts}): a period that is a "
-                "function must depend on the step count alone, and all ranks must load the same "
-                "state and call opt.step() equally often. Nothing was changed"
+                f"ranks take full steps at different step counts ({counts}): a function as period "
+                "must depend on the step count alone, and all ranks must load the same state and "
+                "call opt.step() equally often. Nothing was changed"
             )
         texts = [
             {
