@@ -605,7 +605,7 @@ class Accepted:
         self._bound = [{k: repr(group[k]) for k in BOUND if k in group} for group in groups]
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
-        self.digest = HyperDigest([0] * len(algorithms), [{} for _ in algorithms])
+        self.digest = HyperDigest([0] * len(algorithms))
 
     def check(self, groups: Sequence[Group], count: int) -> None:
         """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
@@ -640,7 +640,8 @@ class Accepted:
             # Tensors and lists can change in place.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
             self._known[number] = ({*group} if lasting else set()), kept
-            texts = self.digest.texts[number] = _texts(kept)
+            texts = {f"{k} of opt.param_groups[{number}]": v for k, v in _texts(kept).items()}
+            self.digest.texts = {**self.digest.texts, **texts}  # verdicts keep the one before
+            self.digest.numbers[number] = zlib.crc32(repr(texts).encode())
             if "ns_steps" in kept:
                 self.digest.eps[number] = kept["eps"]
-            self.digest.numbers[number] = zlib.crc32(repr(texts).encode(), number)

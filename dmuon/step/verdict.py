@@ -230,7 +230,7 @@ class VerdictMessage:
 
     def _blank(self) -> Tensor:
         end, vector = self._fields.end, self._empty.clone()
-        self._said = self._schedule.t, [*self._digest.texts]
+        self._said = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
         vector[end + _SQUARE].fill_(number * number)
@@ -398,7 +398,7 @@ class VerdictMessage:
 
     def _raise_difference(self) -> None:
         """Raise ConsensusError, on every rank, with what differs in the last message."""
-        steps, groups = zip(*self._transport.gather_objects(self._said))
+        steps, texts = zip(*self._transport.gather_objects(self._said))
         counts = different([{"the count": str(step)} for step in steps])
         if counts:
             raise ConsensusError(
@@ -406,14 +406,6 @@ class VerdictMessage:
                 "must depend on the step count alone, and all ranks must load the same state and "
                 "call opt.step() equally often. Nothing was changed"
             )
-        texts = [
-            {
-                f"{k} of opt.param_groups[{n}]": v
-                for n, each in enumerate(all_)
-                for k, v in each.items()
-            }
-            for all_ in groups
-        ]
         raise ConsensusError(
             f"ranks take this step with different hyperparameters: {different(texts)}. Set the "
             "same on all of them; schedulers must see the same on all (ReduceLROnPlateau: the mean "
