@@ -604,17 +604,12 @@ class Muon(Optimizer):
         run = self._run
         if run.settings is None:
             return {"steps": run.schedule.t, "update_rms": {}}
-        found = [engine.stats() for engine in run.engines]
-        joint = {
-            key: _combined(key, [stats[key] for stats in found if key in stats])
-            for key in dict.fromkeys(chain.from_iterable(found))
-        }
         return {
             "steps": run.schedule.t,
             "ns_dtype": dtype_name(run.settings.ns_dtype),
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
             "bytes": dict(run.bytes),
-            **joint,
+            **_combined([engine.stats() for engine in run.engines]),
         }
 
     # ---- state ---------------------------------------------------------------------------
@@ -724,27 +719,21 @@ class Muon(Optimizer):
                 engine.load_state(saved)
 
 
-def _combined(key: str, values: Sequence[Any]) -> Any:
-    """One entry of `Muon.stats`, from those of all engines."""
-    if key == "update_rms":
+def _combined(values: Sequence[Any], path: str = "") -> Any:
+    """`Engine.stats` of all engines in one: dicts key by key, bytes added up."""
+    if path == "/update_rms":
         joint: dict[str, float] = {}
         for number, rms in enumerate(values):  # two models may use the same names
             joint |= {f"{n} ({number})" if n in joint else n: v for n, v in rms.items()}
         return joint
-    if key == "finite":
-        return all(values)
-    if key == "step_bytes":
-        return {k: sum(v.get(k, 0) for v in values) for k in dict.fromkeys(chain(*values))}
-    if key == "kernels":
-        ran: dict[str, dict[str, None]] = {}
-        for shapes, what in chain.from_iterable(v["ran"].items() for v in values):
-            ran.setdefault(shapes, {})[what] = None
-        return {
-            "ran": {shapes: " and ".join(what) for shapes, what in ran.items()},
-            "workspace_bytes": sum(v["workspace_bytes"] for v in values),
-            "cuda_graphs": " and ".join(dict.fromkeys(v["cuda_graphs"] for v in values)),
-        }
-    return max(values)
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(chain(*values))
+        return {k: _combined([v[k] for v in values if k in v], f"{path}/{k}") for k in keys}
+    if isinstance(values[0], str):  # what ran
+        return " and ".join(dict.fromkeys(values))
+    if "bytes" in path:
+        return sum(values)
+    return all(values) if path == "/finite" else max(values)
 
 
 # ---- what is given -----------------------------------------------------------------------
