@@ -400,10 +400,10 @@ class _Live:
     def __init__(self, wanted: Set[int]) -> None:
         modules = _live_modules()
         uses = _uses(modules, wanted)
-        if len({i for _, i in uses}) < len(wanted):
+        if {i for _, i in uses} != wanted:
             reshard(modules)  # FSDP2 shows other parameters while a unit is gathered
             uses = _uses(modules, wanted)
-        if len({i for _, i in uses}) < len(wanted) and gc.get_freeze_count():
+        if {i for _, i in uses} != wanted and gc.get_freeze_count():
             modules = _live_modules(also_frozen=True)
             reshard(modules)
             uses = _uses(modules, wanted)
@@ -421,16 +421,11 @@ class _Live:
 
     def _and_above(self, module: nn.Module) -> dict[nn.Module, None]:
         """Itself and all modules that contain it."""
-        found = self._around.get(module)
-        if found is None:
-            found = {module: None}
-            queue = [module]
-            for below in queue:
-                new = [m for m in self._parents.get(below, ()) if m not in found]
-                found.update(dict.fromkeys(new))
-                queue += dict.fromkeys(new)
-            self._around[module] = found
-        return found
+        if module not in self._around:
+            found = self._around[module] = {module: None}
+            for parent in self._parents.get(module, ()):
+                found |= self._and_above(parent)
+        return self._around[module]
 
     def smallest(self, wanted: Set[int]) -> nn.Module | None:
         """The module that holds most of these parameters, in most places, and is the smallest."""

@@ -131,8 +131,8 @@ class OwnersEngine(Engine):
         runtime, masters = self._runtime, self._settings.master_weights
         runtime.bind(self._group_of, self._payload_dtype)
         specs = runtime.plan.specs
-        self._dtypes = [self._momentum_dtypes(i)[0] for i in range(len(specs.matrices))]
-        self._state = OwnerState(runtime, self._dtypes, masters)
+        self._dtypes = [self._momentum_dtypes(i) for i in range(len(specs.matrices))]
+        self._state = OwnerState(runtime, [kept for kept, _ in self._dtypes], masters)
         members = {i: runtime.matrices_of(i) for i in specs.muon_parameters()}
         # What is kept of matrices, the same on every rank: by key the parameters, each with its
         # matrices. A weight in float32 is its own master.
@@ -275,18 +275,14 @@ class OwnersEngine(Engine):
 
     def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """Momentum, Newton-Schulz, and the new masters where there are some."""
-        call, h, rule = (
-            self._call(unit, len(where)),
-            self._hypers[unit.group],
-            self._rules[unit.group],
-        )
+        h, rule = self._hypers[unit.group], self._rules[unit.group]
         momentum, *masters = self._state.of(unit)
         if masters:
             self._state.follow(unit)
         watch = self._telemetry.watch
         watch.start()
         buffers = rows_of(momentum, where)
-        payload = self._orthogonalized(call, unit, buffers, gradients, where)
+        payload = self._orthogonalized(unit, buffers, gradients, where)
         self._kept.accept(unit, payload, where)
         watch.stop()
         if buffers is not momentum:
@@ -304,12 +300,13 @@ class OwnersEngine(Engine):
         return new[0] if masters else payload, rms
 
     def _orthogonalized(
-        self, call: Any, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
+        self, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
     ) -> Tensor:
         """Advance momentum ``buffers``; the update, valid until the next call."""
         h, rule, bad = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
+        call = self._call(unit, len(where))
         operand, fused = self._kernels.operand(call), self._kernels.is_fused(call)
-        working, norms = self._momentum_dtypes(unit.matrices[0])[1], []
+        working, norms = self._dtypes[unit.matrices[0]][1], []
         parts = [(buffers, gradients, operand)]
         if bad is not None:  # the host does not know whether the step is taken
             most = max(1, _COPIED_BYTES // buffers[0].nbytes)
@@ -342,7 +339,7 @@ class OwnersEngine(Engine):
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         runtime, shape = self._runtime, self._runtime.plan.specs.parameters[parameter].shape
-        dtype, places = self._dtypes[runtime.matrices_of(parameter)[0]], runtime.owned_places
+        dtype, places = self._dtypes[runtime.matrices_of(parameter)[0]][0], runtime.owned_places
         rows, here = runtime.rows, self._state.matrices(MOMENTUM)
         momentum = rows.spread(shape, dtype, places(parameter), here)
         wide = torch.promote_types(dtype, torch.float32)
@@ -382,6 +379,6 @@ class OwnersEngine(Engine):
         for key, parameters in self._members.items():
             here = self._state.matrices(key, as_weights_are=as_weights_are and key == MASTER)
             for i, members in parameters.items():
-                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]]
+                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]][0]
                 yield AtOwners(i, key, specs[i].shape, dtype, places(i), here)
         yield from self._kept.rows()

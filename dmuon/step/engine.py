@@ -227,9 +227,8 @@ class Engine(ABC):
         ``refusal``: that of any engine, so that no other has stepped when one refuses.
         """
 
-    @abstractmethod
-    def update_others(self) -> None:
-        """Update the parameters that are no matrices."""
+    def update_others(self) -> None:  # noqa: B027
+        """Update the parameters that are no matrices, where `launch` has not done so."""
 
     def finish(self) -> None:
         """The last part of a step, on every rank."""

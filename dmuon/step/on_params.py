@@ -304,9 +304,6 @@ class ParamsEngine(Engine):
         elif self._settings.nonfinite == "raise":
             self.skips.late = self.skips.late + skipped
 
-    def update_others(self) -> None:
-        """AdamW ran while the first buckets travelled."""
-
     def finish(self) -> None:
         if self._outcome.full:  # a block step issues no collective, and this may
             super().finish()
