@@ -552,10 +552,9 @@ def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
             f"DistributedDataParallel averages over {world} ranks but the mesh has "
             f"{transport.world}: pass the mesh that DDP was built on, or none"
         )
-    reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     for name, p in ddp.module.named_parameters():
-        if p.requires_grad and (id(p) not in reduced or name in ignored):
+        if p.requires_grad and name in ignored:
             raise OwnershipError(
                 f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
                 "not be averaged: freeze it, or let DDP have it"
