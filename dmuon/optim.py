@@ -380,7 +380,7 @@ class Muon(Optimizer):
                 on_params = isinstance(o.runtime, ParamsRuntime)
                 kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
                 run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
-            run.ownerships, run.settings, run.accepted = ownerships, settings, accepted
+            run.ownerships, run.accepted = ownerships, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
             if not settings.master_weights and not again:
@@ -434,7 +434,7 @@ class Muon(Optimizer):
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
         """Drop the engines, so that the next step plans anew."""
         run = self._run
-        run.engines, run.ownerships, run.settings = [], [], None
+        run.engines, run.ownerships = [], []
         for ownership in ownerships:
             ownership.close()
         self.state.clear()
@@ -602,11 +602,10 @@ class Muon(Optimizer):
         that a full step takes on this rank, by purpose.
         """
         run = self._run
-        if run.settings is None:
+        if not run.engines:
             return {"steps": run.schedule.t, "update_rms": {}}
         return {
             "steps": run.schedule.t,
-            "ns_dtype": dtype_name(run.settings.ns_dtype),
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
             "bytes": dict(run.bytes),
             **_combined([engine.stats() for engine in run.engines]),
@@ -757,7 +756,6 @@ class _Run:
         self.frozen: list[tuple[str, Any]] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
-        self.settings: Settings | None = None
         self.accepted: Accepted | None = None
         self.bytes: Counter[str] = Counter()
 

@@ -37,8 +37,8 @@ from dmuon.rule import (
     rule_of,
 )
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import Box, MatrixSpec
-from dmuon.step.verdict import Checked, Verdict, VerdictMessage
+from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
+from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
 from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of
@@ -285,10 +285,10 @@ class Engine(ABC):
     def _suspects(self) -> list[tuple[str, str]]:
         """(name, what is wrong with its momentum, if that is to blame) of the first few that are
         not finite on this rank."""
-        kept, matrices = self._momentum(), self._runtime.plan.specs.matrices
-        found = []
-        for name in islice(chain(self._message.suspects(), self.skips.names), SUSPECTS):
-            momentum = next((kept[i] for i in kept if matrices[i].name == name), None)
+        kept, specs, found = self._momentum(), self._runtime.plan.specs, []
+        names = suspects(specs, self._message.found.not_finite)
+        for name in islice(chain(names, self.skips.names), SUSPECTS):
+            momentum = next((kept[i] for i in kept if specs.matrices[i].name == name), None)
             reason = ""
             if momentum is not None:
                 norm = torch.linalg.vector_norm(momentum, math.inf).double()
@@ -362,6 +362,7 @@ class Engine(ABC):
         """Numbers of the last step, without a collective; see `Muon.stats`."""
         self._runtime.synchronize()
         return {
+            "ns_dtype": dtype_name(self._settings.ns_dtype),
             "update_rms": self._update_rms(),
             "finite": bool(self._finite),
             "skipped": int(self.skips.count),

@@ -116,12 +116,6 @@ def _index(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
-    """(matrix, its piece in the buffer) of a message."""
-    for part in message.parts:
-        yield from zip(part.matrices, part.within(buffer).unbind(), strict=True)
-
-
 class ParamsEngine(Engine):
     """The engine of `ParamsRuntime`."""
 
@@ -195,8 +189,7 @@ class ParamsEngine(Engine):
             views = bucket.send.split([flat.numel() for _, flat in runs])
             self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
             first += len(matrices)
-            pieces = chain.from_iterable(_pieces(*each) for each in bucket.landings)
-            self._arrivals.append(self._arrivals_of(pieces))
+            self._arrivals.append(self._arrivals_of(bucket.landings))
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
@@ -214,14 +207,16 @@ class ParamsEngine(Engine):
                 stack.shape = stack.unit.rows, long
                 stack.numbers = self._message.numbers_of(stack.unit.matrices)
 
-    def _arrivals_of(self, pieces: Iterator[tuple[int, Tensor]]) -> list[_Arrivals]:
-        """(matrix, its update here), by param group, shape and dtype of the matrix."""
+    def _arrivals_of(self, landings: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
+        """What arrives in these buffers, by param group, shape and dtype of the matrix."""
         state, specs = self._state, self._runtime.plan.specs
         alike: dict[tuple[int, int, int, str], list[tuple[int, Tensor]]] = defaultdict(list)
-        for i, update in pieces:
-            k, matrix = state.block_of[i], specs.matrices[i]
-            kind = (state.blocks[k].group, *matrix.shape, matrix.dtype)
-            alike[kind].append((k, update))
+        for buffer, message in landings:
+            for part in message.parts:
+                for i, update in zip(part.matrices, part.within(buffer).unbind(), strict=True):
+                    k, matrix = state.block_of[i], specs.matrices[i]
+                    kind = (state.blocks[k].group, *matrix.shape, matrix.dtype)
+                    alike[kind].append((k, update))
         found = []
         for (group, rows, cols, _), members in alike.items():
             blocks = [k for k, _ in members]
@@ -429,14 +424,8 @@ class ParamsEngine(Engine):
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
         blocks, checked = [state.blocks[k] for k in operands.order], self._checked(grads)
-        verdict = own_verdict(
-            norms,
-            [b.parameter for b in blocks],
-            checked,
-            here,
-            self._amp.found_inf,
-            self._runtime.device,
-        )
+        parameters, inf = [b.parameter for b in blocks], self._amp.found_inf
+        verdict = own_verdict(norms, parameters, checked, here, inf, self._runtime.device)
         if verdict is None:
             return None
         scales, matrices = operands.scales(norms, self._hypers), [b.matrix for b in blocks]
@@ -464,17 +453,13 @@ class ParamsEngine(Engine):
         state = self._state
         return {b.matrix: m for b, m in zip(state.blocks, state.momentum, strict=True)}
 
-    def _peers(self, ranks: tuple[int, ...]) -> Peers:
-        exchange = partial(self._runtime.exchange, ranks)
-        return Peers(self._runtime.index_among(ranks), len(ranks), exchange)
-
     def _slices(self, stacks: Iterable[tuple[int, Tensor]]) -> list[tuple[SliceCall, Tensor]]:
-        runtime = self._runtime
-        units = [(runtime.units[u], stack) for u, stack in stacks]
-        return [
-            (SliceCall(self._call(unit), self._peers(unit.co_owners), unit.split), stack)
-            for unit, stack in units
-        ]
+        runtime, found = self._runtime, []
+        for u, stack in stacks:
+            unit, ranks = runtime.units[u], runtime.units[u].co_owners
+            peers = Peers(runtime.index_among(ranks), len(ranks), partial(runtime.exchange, ranks))
+            found.append((SliceCall(self._call(unit), peers, unit.split), stack))
+        return found
 
     def _squares(self, stack: _Stack, update: Tensor) -> Tensor:
         """The mean squares of the updates of a unit, ``[b]``; of a slice its share of them."""

@@ -416,13 +416,8 @@ class VerdictMessage:
 
     def names_below_eps(self) -> Iterator[str]:
         """Of those that this rank knows; reads what has been sent last."""
-        matrices, (numbers, flags) = self._specs.matrices, self.found.below_here
-        yield from (matrices[i].name for i in self.found.below)
-        yield from (matrices[i].name for i, f in zip(numbers, HostCopy(flags).read()) if f)
-
-    def suspects(self) -> Iterator[str]:
-        """The names of what is not finite in this rank's part of the last message; reads it."""
-        return suspects(self._specs, self.found.not_finite)
+        yield from (self._specs.matrices[i].name for i in self.found.below)
+        yield from suspects(self._specs, [self.found.below_here])
 
 
 def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:
