@@ -329,7 +329,7 @@ class Engine(ABC):
             before = [part.clone() for _, _, part in stored()]
             whole, kept = self.whole(parameter), self._kept_of(i, matrix)
             working = self._momentum_dtypes(i)[1]
-            self._samples.append(Sample(matrix, box, *whole, kept, before, stored, working))
+            self._samples.append(Sample(matrix, *whole, kept, before, stored, working))
 
     def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
         """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""

@@ -118,7 +118,6 @@ class Sample:
     advanced in dtype ``working``."""
 
     matrix: MatrixSpec
-    box: Box
     momentum: Tensor
     gradient: Tensor
     kept: Mapping[str, Tensor]
@@ -135,21 +134,15 @@ class Sample:
         kernels: KernelOptions,
     ) -> list[Finding]:
         """Of each part that is stored here."""
-        matrix, working = self.matrix, self.working
-        operand = momentum_update(
-            matrix.view(self.momentum).to(working, copy=True),
-            matrix.view(self.gradient).to(working),
-            hyper,
-        )
+        matrix = self.matrix
+        momentum, gradient = matrix.view(self.momentum), matrix.view(self.gradient)
+        advanced = momentum.to(self.working, copy=True)
+        operand = momentum_update(advanced, gradient.to(self.working), hyper)
         update = newton_schulz(
-            operand.reshape(matrix.rows, matrix.cols),
-            steps=group["ns_steps"],
-            coefficients=group["ns_coefficients"],
-            dtype=ns_dtype,
-            eps=group["eps"],
-            method=kernels.method,
-            backend=kernels.backend,
-        )
+            operand.reshape(matrix.rows, matrix.cols), dtype=ns_dtype, eps=group["eps"],
+            steps=group["ns_steps"], coefficients=group["ns_coefficients"],
+            method=kernels.method, backend=kernels.backend,
+        )  # fmt: skip
         if not rule.is_plain:
             rule.accepted(update.unsqueeze(0), self.kept)
         whole = update.new_zeros(self.momentum.shape)
@@ -158,7 +151,7 @@ class Sample:
         lr = hyper.adjusted(matrix.rows, matrix.cols)
         has_gradient = bool(self.gradient.count_nonzero())
         tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
-        sums = _checksum(matrix.view(self.momentum)), _checksum(matrix.view(self.gradient))
+        sums = _checksum(momentum), _checksum(gradient)
         found = []
         for (i, box, now), before in zip(self.stored(), self.before, strict=True):
             expected = before
