@@ -196,22 +196,8 @@ class Muon(Optimizer):
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, NamedGroups(params))
-
-        def groups() -> list[Group]:
-            """The param groups, when everything is right; what must be alike on all ranks is
-            compared when engines are made."""
-            run.groups.defaults = check_muon_group(muon.group()), adamw.group()
-            checked(SWITCH_RULES, switches)
-            resolve_ns_dtype(ns_dtype, torch.device("cpu"))
-            run.schedule = Schedule(period)
-            run.asked = _request(dedicate, ownerships)
-            run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
-            made = run.groups.read(given, _planned(ownerships))
-            if ownerships:
-                _check_members(made, ownerships)
-            return made
-
-        made = attempt_in_all(transports, groups)
+        asked = muon, adamw, period, dedicate
+        made = attempt_in_all(transports, lambda: self._prepare(given, ownerships, *asked))
         _keep_compiler_out()
         super().__init__(made, {})
         self.defaults = dict(run.groups.defaults[0])
@@ -219,6 +205,29 @@ class Muon(Optimizer):
         run.ready = True
         if ownerships:
             self._bind(ownerships)
+
+    def _prepare(
+        self,
+        given: list[Group],
+        ownerships: Sequence[Ownership],
+        muon: MuonDefaults,
+        adamw: AdamWDefaults,
+        period: Period,
+        dedicate: Mapping[str, Any] | None,
+    ) -> list[Group]:
+        """The param groups, when everything is right. Not a collective call: what must be alike on
+        all ranks is compared when engines are made."""
+        run = self._run
+        run.groups.defaults = check_muon_group(muon.group()), adamw.group()
+        checked(SWITCH_RULES, run.switches)
+        resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
+        run.schedule = Schedule(period)
+        run.asked = _request(dedicate, ownerships)
+        run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
+        made = run.groups.read(given, _planned(ownerships))
+        if ownerships:
+            _check_members(made, ownerships)
+        return made
 
     # ---- param groups --------------------------------------------------------------------
 
