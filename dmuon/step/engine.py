@@ -77,10 +77,11 @@ class Amp:
 
 @dataclass(slots=True)
 class Skips:
-    """What was skipped. ``count`` steps, of which ``told`` were told of; ``late`` in block steps,
-    which other ranks do not know of, with the ``names`` of a few; ``told_of_eps``: once is enough.
-    """
+    """What was skipped. ``finite``: nothing of the last step. ``count`` steps, of which ``told``
+    were told of; ``late`` in block steps, which other ranks do not know of, with the ``names`` of a
+    few; ``told_of_eps``: once is enough."""
 
+    finite: bool | Tensor = True
     count: int | Tensor = 0
     told: int = 0
     late: int | Tensor = 0
@@ -110,7 +111,6 @@ class Engine(ABC):
             runtime.device, settings.ns_dtype, options, backend=settings.backend
         )
         runtime.apart = options.is_fixed
-        self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self._amp = Amp()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips()
@@ -164,7 +164,7 @@ class Engine(ABC):
     def _note(self, finite: bool | Tensor) -> Tensor | int:
         """Note whether the step found nothing that is not finite; 1 (or true) if it did."""
         skipped = finite.logical_not() if isinstance(finite, Tensor) else int(not finite)
-        self._finite = finite
+        self.skips.finite = finite
         self.skips.count = self.skips.count + skipped
         return skipped
 
@@ -347,7 +347,7 @@ class Engine(ABC):
         what else the verifier does then)."""
         samples, self._samples = self._samples, []
         found = []
-        for s in samples if self._finite else ():
+        for s in samples if self.skips.finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
             how = self._settings.ns_dtype, self._kernels.options
             found += s.deviations(
@@ -364,7 +364,7 @@ class Engine(ABC):
         return {
             "ns_dtype": dtype_name(self._settings.ns_dtype),
             "update_rms": self._update_rms(),
-            "finite": bool(self._finite),
+            "finite": bool(self.skips.finite),
             "skipped": int(self.skips.count),
             "below_eps": self._message.found.below_eps,
             "kernels": self._kernels.report(),

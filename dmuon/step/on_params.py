@@ -334,7 +334,7 @@ class ParamsEngine(Engine):
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
-        self._outcome, self._finite = _Outcome(), False
+        self._outcome, self.skips.finite = _Outcome(), False
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
