@@ -49,6 +49,7 @@ from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, Sele
 
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
+Pair = tuple[str | None, Tensor]
 
 # Kept in every param group with matrices, so that tools which save groups alone (torch's
 # distributed checkpoint) save where the optimizer is in its schedule.
@@ -104,8 +105,8 @@ def is_pair(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
-    """The names of a group's parameters, None where they have none, and the parameters."""
+def members(group: Group) -> list[Pair]:
+    """The parameters of a group, each with its name, or with None where they have none."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
     if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
         raise TypeError(
@@ -117,7 +118,7 @@ def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
         raise ValueError(
             f"a param group has {len(found)} parameters and {len(names)} names: name all of them"
         )
-    return None if names is None else list(names), found
+    return list(zip(names or repeat(None), found))
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
@@ -176,7 +177,7 @@ class NamedGroups:
         first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
         if not first:
-            self._are_named = any(names for names, _ in found)
+            self._are_named = any(name is not None for pairs in found for name, _ in pairs)
         names, everyone = self._identified(given, found, planned)
         frozen: Routes = {}
         with suppress(DmuonError):  # of what may never be trained
@@ -188,16 +189,15 @@ class NamedGroups:
             routes = self._routed(everyone, partial=bool(first) or self._passed is None or late)
         self.routes = {**frozen, **self.routes, **routes}
         made, algorithms = [], []
-        for number, (group, own, (given_names, tensors)) in enumerate(
-            zip(given, names, found), first
-        ):
+        for number, (group, own, pairs) in enumerate(zip(given, names, found), first):
             # Of frozen ones too, which a schedule of the group's lr may reach later.
             kinds = {self.routes[n][0].algorithm for n in own if n in self.routes}
             kinds = kinds or {Algorithm.ADAMW}
             full = completed(group, kinds, *self.defaults)
             full |= check_group(full, number, kinds)
-            kept = {"param_names": given_names or own} if self._are_named else {}
-            made.append({"params": tensors, **kept, **full})
+            labels = [said or name for name, (said, _) in zip(own, pairs)]
+            kept = {"param_names": labels} if self._are_named else {}
+            made.append({"params": [p for _, p in pairs], **kept, **full})
             algorithms.append(kinds)
         self.names += names
         self.algorithms += algorithms
@@ -206,19 +206,19 @@ class NamedGroups:
     def _identified(
         self,
         given: Sequence[Group],
-        found: Sequence[tuple[list[str] | None, list[Tensor]]],
+        found: Sequence[Sequence[Pair]],
         planned: Mapping[Tensor, Route],
     ) -> tuple[list[list[str]], list[Member]]:
         """The names of all parameters by group, and each with the live module that holds it."""
-        pairs = [pair for names, ps in found for pair in zip(names or repeat(None), ps)]
-        holders = self._holders([(n, p) for n, p in pairs if p not in planned])
+        unknown = [pair for pairs in found for pair in pairs if pair[1] not in planned]
+        holders = self._holders(unknown)
         taken = {name: 0 for names in self.names for name in names}
         made: list[list[str]] = []
         everyone: list[Member] = []
-        for number, (group, (names, tensors)) in enumerate(zip(given, found), len(self.names)):
+        for number, (group, pairs) in enumerate(zip(given, found), len(self.names)):
             made.append([])
             algorithm = algorithm_of(group)
-            for i, (label, p) in enumerate(zip(names or repeat(None), tensors)):
+            for i, (label, p) in enumerate(pairs):
                 model, place = holders.get(id(p), ((None, None), None))
                 if p in planned:
                     name = planned[p][0].name
@@ -241,9 +241,7 @@ class NamedGroups:
                 everyone.append(Member(name, p, algorithm, *model))
         return made, everyone
 
-    def _holders(
-        self, given: Sequence[tuple[str | None, Tensor]]
-    ) -> dict[int, tuple[Found, tuple[int, str]]]:
+    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[Found, tuple[int, str]]]:
         """By the id of a parameter, the live model that holds it, its number and the name there.
         Found models are noted."""
         found = [] if self.passed is None else [Found(unwrapped(self.passed), self.passed)]
@@ -357,7 +355,7 @@ def held_by_modules(ids: Set[int]) -> set[int]:
     return {i for _, i in _uses(_live_modules(), ids)} if ids else set()
 
 
-def find_models(given: Sequence[tuple[str | None, Tensor]]) -> list[Found]:
+def find_models(given: Sequence[Pair]) -> list[Found]:
     """The live models that hold these parameters, given with their names or None; the first holds
     the most. Of a parameter that no module holds there is none.
 

@@ -455,7 +455,8 @@ def own_verdict(
 
     bad = not_finite(norms)
     of_others = [(some, not_finite(peaks)) for some, peaks in checked]
-    any_bad = torch.stack([f.any().to(device) for f in (bad, *(f for _, f in of_others))]).any()
+    every = [bad, *(flags for _, flags in of_others)]
+    any_bad = torch.stack([flags.any().to(device) for flags in every]).any()
     finite = any_bad.logical_or_(overflow).logical_not_()
     for n, p in enumerate(parameters):
         if not here[p]:
