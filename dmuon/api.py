@@ -101,7 +101,6 @@ Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
 
 _OPTIONS: dict[Layout, type[Options]] = {
     Layout.DEDICATED: DedicatedOptions,
-    Layout.REDUCED: ReplicatedOptions,
     Layout.REPLICATED: ReplicatedOptions,
     Layout.SHARDED: ShardedOptions,
 }

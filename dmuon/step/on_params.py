@@ -82,34 +82,23 @@ class _Arrivals:
     positions: Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``turned`` [b] says
-    which slots hold the transpose (None: none of them).
+    which slots hold the transpose (None: none of them), ``shape`` is that of whole matrices,
+    ``numbers`` [b] say where their norms are, which co-owners need.
 
     Of one that is made and applied here alone, ``parts`` are (first position, part, operands of the
-    part), at position ``first`` and on; ``lr_ratio`` is that of blocks in a block step.
+    part); ``lr_ratio`` is that of blocks in a block step.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        device: torch.device,
-        parts: Sequence[Part] = (),
-        operands: Operands | None = None,
-        first: int = 0,
-        lr_ratio: float = 1.0,
-    ) -> None:
-        self.unit = unit
-        self.lr_ratio = lr_ratio
-        self.index = _index(unit.matrices, device)
-        self.shape = unit.rows, unit.cols  # of whole matrices
-        self.numbers = self.index  # of their norms, where there are co-owners
-        self.turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
-        self.parts: list[tuple[int, Part, Tensor]] = []
-        for part in parts:
-            assert operands is not None
-            start = first + part.position
-            self.parts.append((start, part, operands.stack(start, start + len(part.matrices))))
+    unit: Unit
+    index: Tensor
+    turned: Tensor | None
+    shape: tuple[int, int]
+    numbers: Tensor
+    parts: Sequence[tuple[int, Part, Tensor]]
+    lr_ratio: float
 
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:
@@ -196,16 +185,23 @@ class ParamsEngine(Engine):
             shapes = [runtime.shards.boxes[i].box.shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
             held = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)
-            parts = parts_of(runtime.shards, -1, held)
-            self._local.append(_Stack(unit, runtime.device, parts, operands, first))
+            parts = operands.placed(parts_of(runtime.shards, -1, held), first)
+            self._local.append(self._stack(unit, parts))
             first += len(unit.matrices)
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
-        self._owned = {u: _Stack(runtime.units[u], runtime.device) for u in owned}
-        for stack in self._owned.values():
-            if stack.unit.co_owners:
-                long = max(runtime.plan.specs.matrices[stack.unit.matrices[0]].shape)
-                stack.shape = stack.unit.rows, long
-                stack.numbers = self._message.numbers_of(stack.unit.matrices)
+        self._owned = {u: self._stack(runtime.units[u]) for u in owned}
+
+    def _stack(
+        self, unit: Unit, parts: Sequence[tuple[int, Part, Tensor]] = (), lr_ratio: float = 1.0
+    ) -> _Stack:
+        device, matrices = self._runtime.device, self._runtime.plan.specs.matrices
+        index = numbers = _index(unit.matrices, device)
+        shape = unit.rows, unit.cols
+        if unit.co_owners:
+            shape = unit.rows, max(matrices[unit.matrices[0]].shape)
+            numbers = self._message.numbers_of(unit.matrices)
+        turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
+        return _Stack(unit, index, turned, shape, numbers, parts, lr_ratio)
 
     def _arrivals_of(self, landings: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
         """What arrives in these buffers, by param group, shape and dtype of the matrix."""
@@ -249,9 +245,8 @@ class ParamsEngine(Engine):
                 part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
                 unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
                 first = self._block_operands.position_of[equal[start]]
-                self._block_stacks.append(
-                    _Stack(unit, self._runtime.device, [part], self._block_operands, first, own)
-                )
+                parts = self._block_operands.placed([part], first)
+                self._block_stacks.append(self._stack(unit, parts, own))
 
     # ---- a step --------------------------------------------------------------------------
 

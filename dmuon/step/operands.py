@@ -8,7 +8,7 @@ call: norms, scaling, casts, masks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
+from dmuon.comm.routes import Part
 from dmuon.devices import host_can_read
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule
@@ -260,6 +261,11 @@ class Operands:
         flat = self._state.workspace[dtype]
         numel = (last - first) * shape.numel()
         return flat.narrow(0, self._starts[first], numel).view(last - first, *shape)
+
+    def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, Tensor]]:
+        """(first position, part, its operands) of the parts of a batch that begins at ``first``."""
+        starts = [(first + part.position, part) for part in parts]
+        return [(n, part, self.stack(n, n + len(part.matrices))) for n, part in starts]
 
     def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
         """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
