@@ -18,15 +18,17 @@ from dmuon.rule import follow_weights
 _CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 
 
-def adamw_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """AdamW's hyperparameters in a param group, which may have matrices too."""
-    if "adamw_betas" not in group:
-        return group
-    decay = group["adamw_weight_decay"]
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """AdamW's hyperparameters in a param group, which may have matrices too, as torch's function
+    takes them."""
+    own = "adamw_" if "adamw_betas" in group else ""
+    beta1, beta2 = group[f"{own}betas"]
+    decay = group[f"{own}weight_decay"]
     return {
-        "lr": float(group["lr"]) * group["adamw_lr_ratio"],
-        "betas": group["adamw_betas"],
-        "eps": group["adamw_eps"],
+        "lr": float(group["lr"]) * group.get("adamw_lr_ratio", 1.0),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": group[f"{own}eps"],
         "weight_decay": group["weight_decay"] if decay is None else decay,
     }
 
@@ -35,8 +37,7 @@ def adamw_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
 def adamw_step(
     group: Mapping[str, Any],
     state: MutableMapping[Any, Any],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    pairs: Sequence[tuple[Tensor, Tensor]],
     *,
     master_weights: bool,
     fused: bool,
@@ -44,52 +45,37 @@ def adamw_step(
 ) -> None:
     """One AdamW step with the hyperparameters of the param group ``group``.
 
-    ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
-    entry is made at a parameter's first gradient. ``fused``: in torch's fused form, one call that
-    reads nothing back, and leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
-    Otherwise as torch does it on a CPU, bit for bit, in pieces that stay in its caches: its fused
-    form rounds an element as the element's place in a vector is.
+    ``pairs`` are parameters with the local parts of their gradients, ``state`` is what
+    `make_adamw_state` made. ``fused``: in torch's fused form, one call that reads nothing back, and
+    leaves all as it is where ``found_inf`` (0-d, float32) is not zero. Otherwise as torch does it
+    on a CPU, bit for bit, in pieces that stay in its caches: its fused form rounds an element as
+    the element's place in a vector is.
     """
-    if not params:
+    if not pairs:
         return
-    group = adamw_settings(group)
-    for p in params:
-        make_adamw_state(p, state, master_weights)
-    stored = [stored_tensor(p) for p in params]
-    rows = []
-    for p, weight, grad in zip(params, stored, grads, strict=True):
+    if found_inf is not None:
+        found_inf = found_inf.to(pairs[0][0].device)
+    rows, settings = [], _settings(group)
+    for p, grad in pairs:
         entry = state[p]
-        target, *kept = (
+        weight, target, *kept = (
             stored_tensor(t)
-            for t in (entry.get("master_weight", p), entry["exp_avg"], entry["exp_avg_sq"])
+            for t in (p, entry.get("master_weight", p), entry["exp_avg"], entry["exp_avg_sq"])
         )
         rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
     for some in [rows] if fused else _pieces(rows):
         targets, weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
         if master_weights:
             follow_weights(targets, weights)
+        # In half precision that form rounds the decay first.
+        foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
         adamw(
-            targets,
-            gradients,
-            averages,
-            squares,
-            [],
-            steps,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            # In half precision that form rounds the decay first.
-            foreach=not fused and all(t.dtype.itemsize >= 4 for t in targets),
-            fused=fused,
-            found_inf=found_inf,
-        )
-        pairs = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
-        if pairs:
-            torch._foreach_copy_([w for w, _ in pairs], [t for _, t in pairs])
+            targets, gradients, averages, squares, [], steps, **settings, amsgrad=False,
+            maximize=False, foreach=foreach, fused=fused, found_inf=found_inf,
+        )  # fmt: skip
+        rounded = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
+        if rounded:
+            torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
 
 def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
@@ -98,10 +84,8 @@ def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, .
     found: list[tuple[Tensor, ...]] = []
     size = 0
     for *tensors, step in rows:
-        first = tensors[0]
-        if first.numel() <= _CACHED or not first.ndim:
-            pieces = [tuple(tensors)]
-        else:
+        first, pieces = tensors[0], [tuple(tensors)]
+        if first.numel() > _CACHED and first.ndim:
             count = max(1, _CACHED * len(first) // first.numel())
             pieces = list(zip(*(t.split(count) for t in tensors), strict=True))
         # Each piece is a step further; the number itself advances with the last one.

@@ -100,7 +100,6 @@ Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
 
 _OPTIONS: dict[Layout, type[Options]] = {
     Layout.DEDICATED: DedicatedOptions,
-    Layout.REDUCED: ReplicatedOptions,
     Layout.REPLICATED: ReplicatedOptions,
     Layout.SHARDED: ShardedOptions,
 }
@@ -108,12 +107,12 @@ _OPTIONS: dict[Layout, type[Options]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """The model to plan, or the named parameters of an optimizer, whose specs ``route`` gives and
+    """The model to plan, or the named parameters of an optimizer, whose specs ``routed`` gives and
     whose module may be known too. ``before``: the ownership that is to be replaced."""
 
     model: nn.Module | None
     named: Named | None = None
-    route: Callable[[], ModelSpecs] | None = None
+    routed: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
 
     @property
@@ -138,20 +137,11 @@ class Given:
             return [(name, p) for name, p in self.named if p.requires_grad]
         return trainable_parameters(self.inner) if isinstance(self.inner, nn.Module) else []
 
-    def specs(self, request: Request, layout: Layout) -> ModelSpecs:
-        if self.route is not None:
-            return self.route()
-        assert self.inner is not None
-        return collect(
-            self.inner, select=request.select, splits=request.splits, heads=request.heads,
-            allow_meta=layout is Layout.DEDICATED,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `dedicate_params`, except the model and its mesh; and the Newton-Schulz
-    dtype of the optimizer that plans."""
+    """The arguments of `dedicate_params` beside the model, and the Newton-Schulz dtype of the
+    optimizer that plans."""
 
     layout: str = "auto"
     select: Select | None = None
@@ -163,6 +153,7 @@ class Request:
     options: Options | None = None
     plan: OwnershipPlan | None = None
     kernels: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    mesh: DeviceMesh | None = None
     ns_dtype: str | torch.dtype = "auto"
 
 
@@ -218,21 +209,17 @@ def dedicate_params(
     """
     check_launched("dmuon.dedicate_params")
     request = Request(
-        layout, select, splits, heads, costs, solver, planner, options, plan, kernels
+        layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
     )  # fmt: skip
-    return plan_given(Given(model), request, mesh)
+    return plan_given(Given(model), request)
 
 
-def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -> Ownership:
-    """`dedicate_params` for whatever is given. Never compiled: what is timed is what runs."""
-    return uncompiled(_plan)(given, request, mesh)
-
-
-def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
+def plan_given(given: Given, request: Request) -> Ownership:
+    """`dedicate_params` for whatever is given."""
     if isinstance(given.model, nn.Module):
         refuse_fsdp1(given.model.modules())
         reshard(given.model.modules())
-    named = given.trainable()
+    named, mesh = given.trainable(), request.mesh
     if given.ddp is None and mesh is None:
         mesh = covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
@@ -242,8 +229,8 @@ def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
         parameters = [p for _, p in named]
         return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
 
-    ownership = assemble(given, request, transport, topology)
-    ownership.asked = request, mesh
+    # Never compiled: what is timed is what runs.
+    ownership = uncompiled(assemble)(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
         groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
         _warn_of_timeouts(groups)
@@ -262,7 +249,6 @@ def assemble(
     ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
     instead of `Transport.subgroup`.
     """
-    new_group = new_group or transport.subgroup
     opened = [transport]
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -271,7 +257,7 @@ def assemble(
             transport,
             lambda: _inspect(given, request, transport, topology),
             what=given.called,
-            digest=lambda found: found.text(request),
+            digest=_Found.text,
         )
         if found.held is not None:
             found = replace(found, reports=transport.gather_objects(found.held))
@@ -281,70 +267,67 @@ def assemble(
             limits = shards.limits(request.planner.owner_memory_bytes)
             found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:
-                request = replace(request, plan=refitted(given.before.plan, found.specs, limits))
-        if request.plan is not None:
-            plan = fitted_plan(request.plan, found.specs, found.topology, found.layout)
-            _check_domains(plan, found.limits)
-            request = replace(request, plan=plan)
-        plan = _priced_plan(request, found, transport, new_group)
+                found = replace(found, plan=refitted(given.before.plan, found.specs, limits))
+        if found.plan is not None:
+            fitted = fitted_plan(found.plan, found.specs, found.topology, found.layout)
+            _check_domains(fitted, found.limits)
+            found = replace(found, plan=fitted)
+        new_group = new_group or transport.subgroup
+        plan = _priced_plan(replace(found, planner=_planner(found)), new_group)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
             undo.callback(opened[-1].close)
             return opened[-1]
 
-        runtime = _runtime(found, plan, transport, open_group)
+        runtime = _runtime(found, plan, open_group)
         undo.pop_all()
     for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
     ownership = Ownership(plan, runtime, given.inner, request.kernels)
-    ownership.asked = request, None
+    ownership.asked = request
     return ownership
 
 
-def _priced_plan(
-    request: Request, found: _Found, transport: Transport, new_group: NewGroup
-) -> OwnershipPlan:
+def _priced_plan(found: _Found, new_group: NewGroup) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
-    request = replace(request, planner=_planner(request))
-    if request.plan is not None or request.costs != "measured":
-        return _plan_by(request.costs, request, found, transport)
+    request = found.request
+    if found.plan is not None or request.costs != "measured":
+        return _plan_by(request.costs, found)
     keys = [m.key for m in found.specs.matrices]
     # Elsewhere owners run Newton-Schulz alone.
     momentum = found.layout.keeps_state_at_owners
     costs = measured_costs(
-        transport, keys, found.device, request.planner, kernels=request.kernels,
+        found.transport, keys, found.device, found.planner, kernels=request.kernels,
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
-    if not costs.entries or request.planner.co_owners == "off":
-        return _plan_by(costs, request, found, transport)
+    if not costs.entries or found.planner.co_owners == "off":
+        return _plan_by(costs, found)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
-    free = replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30)))
-    plan = _plan_by(free, request, found, transport)
+    plan = _plan_by(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))), found)
     if not plan.has_co_owners:
         return replace(plan, shared_prices=(), shared_ms=None)
-    costs = _with_slices(costs, plan, request, found, transport, new_group)
-    return _plan_by(costs, request, found, transport)
+    return _plan_by(_with_slices(costs, plan, found, new_group), found)
 
 
-def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) -> OwnershipPlan:
+def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
     """The plan by these costs, made on the first rank; a collective call."""
+    ns_dtype, device_type = found.request.ns_dtype, found.topology.device_type
 
     def solved() -> str:
-        ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
         momentum = found.layout.keeps_state_at_owners
-        plan = request.plan or solve(
-            found.specs, found.topology,
-            resolve_costs(costs, found.topology.device_type, momentum=momentum),
-            layout=found.layout, solver=request.solver, options=request.planner,
-            limits=found.limits, batch_numel=found.batch_bytes // ns_dtype.itemsize,
+        itemsize = resolve_ns_dtype(ns_dtype, found.device).itemsize
+        plan = found.plan or solve(
+            found.specs, found.topology, resolve_costs(costs, device_type, momentum=momentum),
+            layout=found.layout, solver=found.request.solver, options=found.planner,
+            limits=found.limits, batch_numel=found.batch_bytes // itemsize,
         )  # fmt: skip
         return plan.to_json()
 
-    text = solve_on_first(transport, solved)
+    text = solve_on_first(found.transport, solved)
     return attempt(
-        transport,
+        found.transport,
         lambda: OwnershipPlan.from_json(text),
         what="dmuon.dedicate_params (the plan)",
         digest=OwnershipPlan.fingerprint,
@@ -352,18 +335,14 @@ def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) 
 
 
 def _with_slices(
-    costs: CostTable,
-    free: OwnershipPlan,
-    request: Request,
-    found: _Found,
-    transport: Transport,
-    new_group: NewGroup,
+    costs: CostTable, free: OwnershipPlan, found: _Found, new_group: NewGroup
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
+    transport, request = found.transport, found.request
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
-    asked, sizes = request.planner.co_owners, {row.co_owners for row in free.shared_prices}
+    asked, sizes = found.planner.co_owners, {row.co_owners for row in free.shared_prices}
     with ExitStack() as done:
         for k in sorted(sizes if asked == "auto" else sizes & {asked}):
             blocks = blocks_of(every, free.topology, k)
@@ -373,7 +352,7 @@ def _with_slices(
             groups[k] = None if transport.rank in left else group
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
-            transport, costs, keys, groups, found.device, request.planner,
+            transport, costs, keys, groups, found.device, found.planner,
             kernels=request.kernels, ns_dtype=request.ns_dtype, batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
@@ -383,16 +362,21 @@ def _with_slices(
 
 @dataclass(frozen=True)
 class _Found:
-    """``held``: what this rank holds of each parameter, in the layouts that look at it.
-    ``reports``, ``shards`` and ``limits`` follow from that of all ranks."""
+    """What is planned, and how. ``held``: what this rank holds of each parameter, in the layouts
+    that look at it. ``reports``, ``shards`` and ``limits`` follow from that of all ranks; ``plan``
+    is one that is used again."""
 
     given: Given
+    request: Request
+    transport: Transport
     parameters: list[nn.Parameter]
     layout: Layout
     options: Options
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
+    planner: PlannerOptions
+    plan: OwnershipPlan | None
     reports: Sequence[RankShards] = ()
     shards: ShardMap | None = None
     limits: OwnerLimits | None = None
@@ -413,9 +397,9 @@ class _Found:
             return BATCH_BUCKETS * self.options.bucket_bytes
         return BATCH_BUCKETS * BUCKET_BYTES
 
-    def text(self, request: Request) -> str:
+    def text(self) -> str:
         """In lines, what must be alike on all ranks."""
-        options, costs = self.options, request.costs
+        request, options, costs = self.request, self.options, self.request.costs
         if isinstance(costs, CostTable):
             digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
             costs = f"{costs.source} (table {digest[:12]})"
@@ -476,15 +460,18 @@ def _inspect(
                 "this model is dedicated already: call close() on its Ownership before "
                 "dedicate_params is called again"
             )
-    specs = given.specs(request, layout)
-    if not isinstance(request.planner, PlannerOptions):
-        raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
+    if given.routed is not None:
+        specs = given.routed()
+    else:
+        assert inner is not None
+        specs = collect(
+            inner, select=request.select, splits=request.splits, heads=request.heads,
+            allow_meta=layout is Layout.DEDICATED,
+        )  # fmt: skip
+    _check_request(request)
     if given.ddp is not None:
         _check_ddp(given.ddp, transport)
     mesh = topology()
-    if request.plan is not None:
-        _check_saved(request.plan, request.planner)
-    _check_kernels(request.kernels, request.plan)
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
     held = None
@@ -494,8 +481,10 @@ def _inspect(
     elif layout is not Layout.REDUCED:
         rank = dist.get_rank() if is_initialized() else 0
         held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
-    options = request.options or _OPTIONS[layout]()
-    return _Found(given, [p for _, p in named], layout, options, specs, mesh, held)
+    return _Found(
+        given, request, transport, [p for _, p in named], layout,
+        request.options or _OPTIONS[layout](), specs, mesh, held, request.planner, request.plan,
+    )  # fmt: skip
 
 
 def _layout(request: Request, given: Given) -> Layout:
@@ -561,10 +550,9 @@ def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
             f"DistributedDataParallel averages over {world} ranks but the mesh has "
             f"{transport.world}: pass the mesh that DDP was built on, or none"
         )
-    reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     for name, p in ddp.module.named_parameters():
-        if p.requires_grad and (id(p) not in reduced or name in ignored):
+        if p.requires_grad and name in ignored:
             raise OwnershipError(
                 f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
                 "not be averaged: freeze it, or let DDP have it"
@@ -591,30 +579,52 @@ def _check_axes(named: Named, topology: Topology, options: object) -> None:
             )
 
 
-def _check_saved(plan: OwnershipPlan, planner: PlannerOptions) -> None:
+def _check_request(request: Request) -> None:
+    """Types, kernels that exist, and a saved plan that keeps to what is asked for beside it."""
+    planner, kernels, plan = request.planner, request.kernels, request.plan
+    if not isinstance(planner, PlannerOptions):
+        raise TypeError(f"planner must be PlannerOptions, found {type(planner).__name__}")
+    if not isinstance(kernels, KernelOptions):
+        raise TypeError(f"kernels must be KernelOptions, found {type(kernels).__name__}")
+    restarts_of(kernels.method)
+    if kernels.backend not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
+            f"{kernels.backend!r}"
+        )
+    if plan is None:
+        return
     if not isinstance(plan, OwnershipPlan):
         raise TypeError(
             "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
             f"{type(plan).__name__}"
         )
-    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
-    cap = min((c for c in caps if c is not None), default=None)
+    caps = [c for c in (planner.owner_memory_bytes, plan.limits.memory_bytes) if c is not None]
     fullest = max(plan.state_bytes)
-    if cap is not None and fullest > cap:
+    if caps and fullest > min(caps):
         raise PlanError(
             f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
-            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
+            f"optimizer state, more than owner_memory_bytes={min(caps)}: plan anew, or raise the "
+            "cap"
         )
+    for kernel in {batch.kernel for batch in plan.batches} - {""}:
+        choice = KernelChoice.parse(kernel)
+        same_form = kernels.method in ("auto", choice.method, kernel.partition("/")[0])
+        if not same_form or kernels.backend not in ("auto", choice.backend):
+            raise PlanError(
+                f"the saved plan runs {kernel}, and kernels= asks for method={kernels.method!r}, "
+                f"backend={kernels.backend!r}: leave kernels= out to run what the plan says, or "
+                "plan= to plan again"
+            )
 
 
 def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
     """A saved plan must let the same ranks own each matrix as the model's shards do."""
-    allowed = limits or OwnerLimits()
-    everyone = tuple(range(plan.topology.world))
+    domain_of = limits.domain_of if limits else ()
     for batch in plan.batches:
         for i in batch.matrices:
             name = plan.specs.matrices[i].name
-            domain = allowed.domains[allowed.domain_of[i]] if allowed.domain_of else everyone
+            domain = limits.domains[domain_of[i]] if limits and domain_of else batch.ranks
             for rank in set(batch.ranks).difference(domain):
                 raise PlanError(
                     f"in the saved plan rank {rank} owns {name!r}, which only ranks "
@@ -628,12 +638,12 @@ def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
                 )
 
 
-def _planner(request: Request) -> PlannerOptions:
+def _planner(found: _Found) -> PlannerOptions:
     """Without co-owners if they cannot run these kernels, or would change their bits."""
-    planner, kernels = request.planner, request.kernels
+    planner, kernels = found.planner, found.request.kernels
     if not kernels.is_fixed and kernels.method != "standard":
         return planner
-    plan, asked = request.plan, f"co_owners={planner.co_owners}"
+    plan, asked = found.plan, f"co_owners={planner.co_owners}"
     if plan is not None:
         asked = "a saved plan in which ranks share matrices"
     if isinstance(planner.co_owners, int) if plan is None else plan.has_co_owners:
@@ -646,39 +656,15 @@ def _planner(request: Request) -> PlannerOptions:
     return replace(planner, co_owners="off")
 
 
-def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
-    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is, and
-    that do not contradict a saved plan."""
-    if not isinstance(options, KernelOptions):
-        raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
-    restarts_of(options.method)
-    if options.backend not in ("auto", *BACKENDS):
-        raise ValueError(
-            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
-            f"{options.backend!r}"
-        )
-    for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
-        choice = KernelChoice.parse(kernel)
-        same_form = options.method in ("auto", choice.method, kernel.partition("/")[0])
-        if not same_form or options.backend not in ("auto", choice.backend):
-            raise PlanError(
-                f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
-                f"backend={options.backend!r}: leave kernels= out to run what the plan says, or "
-                "plan= to plan again"
-            )
-
-
 # ---- the runtime -------------------------------------------------------------------------
 
 
-def _runtime(
-    found: _Found, plan: OwnershipPlan, transport: Transport, new_group: NewGroup
-) -> LayoutRuntime:
+def _runtime(found: _Found, plan: OwnershipPlan, new_group: NewGroup) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it.
 
     First whatever is a collective call, then what may fail on one rank alone.
     """
-    options = found.options
+    options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     made: Callable[[], LayoutRuntime]
     if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):

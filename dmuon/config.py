@@ -69,12 +69,6 @@ def _of_type(*types: Any) -> Callable[[Any], Any]:
     return read
 
 
-def _betas(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise TypeError
-    return tuple(_number(beta) for beta in value)
-
-
 def _one_of(values: tuple[str | None, ...]) -> Allowed:
     names = ", ".join(map(repr, values))
     return Allowed(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
@@ -101,7 +95,9 @@ COUNT = Allowed("an integer >= 1", _integer, lambda value: value >= 1)
 NS_STEPS = Allowed("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
 STEP = Allowed("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
 BETAS = Allowed(
-    "two numbers >= 0 and < 1", _betas, lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v)
+    "two numbers >= 0 and < 1",
+    lambda value: tuple(map(_number, _of_type(list, tuple)(value))),
+    lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
 )
 COEFFICIENTS = Allowed(
     "a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable)
@@ -362,7 +358,7 @@ class AdamWDefaults:
     weight_decay: float | None = _default(None, FINITE.or_none())
 
     def group(self) -> dict[str, Any]:
-        """The hyperparameters by name, checked by the names that `dmuon.Muon` has for them."""
+        """The hyperparameters, checked by the names that `dmuon.Muon` has for them."""
         return checked(_rules(AdamWDefaults), _values(self), owner="adamw_")
 
 
@@ -390,14 +386,13 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
     """The hyperparameters of a Muon group, as `checked` gives them; ``place`` and errors as there.
     ValueError also if two do not go together."""
     kept = checked(MUON_RULES, group, place=place)
-    if kept["momentum_mode"] == "ema" and kept["momentum"] > 1.0:
-        raise ValueError(
-            f"momentum must be <= 1 with momentum_mode='ema', found {kept['momentum']}{place}"
-        )
-    if kept["momentum_mode"] == "ema" and kept["dampening"] != 0.0:
+    momentum, dampening = kept["momentum"], kept["dampening"]
+    if kept["momentum_mode"] == "ema" and momentum > 1.0:
+        raise ValueError(f"momentum must be <= 1 with momentum_mode='ema', found {momentum}{place}")
+    if kept["momentum_mode"] == "ema" and dampening != 0.0:
         raise ValueError(
             "dampening belongs to momentum_mode='sgd'; with 'ema' it must be 0, found "
-            f"{kept['dampening']}{place}"
+            f"{dampening}{place}"
         )
     return kept
 

@@ -49,6 +49,7 @@ from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, Sele
 
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
+Pair = tuple[str | None, Tensor]
 
 # Kept in every param group with matrices, so that tools which save groups alone (torch's
 # distributed checkpoint) save where the optimizer is in its schedule.
@@ -74,9 +75,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Group dicts with lists as "params", from any of the accepted forms; a copy.
-
-    What is in the lists is for `members`, on all ranks alike."""
+    """Group dicts with lists as "params", from any of the accepted forms; a copy. What is in the
+    lists is for `members`, on all ranks alike."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -105,23 +105,20 @@ def is_pair(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
-    """The names of a group's parameters, None where they have none, and the parameters."""
+def members(group: Group) -> list[Pair]:
+    """The parameters of a group, each with its name, or with None where they have none."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
-    for entry in found:
-        if not isinstance(entry, Tensor):
-            raise TypeError(
-                "the 'params' of a param group are parameters or (name, parameter) pairs, found "
-                f"{type(entry).__name__}"
-            )
+    if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
+        raise TypeError(
+            "the 'params' of a param group are parameters or (name, parameter) pairs, found "
+            f"{wrong[0]}"
+        )
     names = [e[0] for e in group["params"] if is_pair(e)] or group.get("param_names")
-    if names is None:
-        return None, found
-    if len(names) != len(found):
+    if names is not None and len(names) != len(found):
         raise ValueError(
             f"a param group has {len(found)} parameters and {len(names)} names: name all of them"
         )
-    return list(names), found
+    return list(zip(names or repeat(None), found))
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
@@ -144,10 +141,9 @@ class NamedGroups:
     """The parameters of an optimizer, by param group: their names, routes and models.
 
     ``names``: by group, canonical or made up. ``algorithms``: those that the parameters of a group
-    need. ``routes``: how each parameter is updated, by name, decided when it was given;
-    ``if_trained``: how a frozen one would be. ``models``: those that hold
-    parameters. ``defaults``: hyperparameters for matrices and for the
-    others. ``how``: ``select``, ``splits`` and ``heads``.
+    need. ``routes``: how each parameter is updated, by name, decided when it was given; of a frozen
+    one how it would be. ``models``: those that hold parameters. ``defaults``: hyperparameters for
+    matrices and for the others. ``how``: ``select``, ``splits`` and ``heads``.
     """
 
     def __init__(self, passed: object) -> None:
@@ -156,7 +152,6 @@ class NamedGroups:
         self.names: list[list[str]] = []
         self.algorithms: list[set[Algorithm]] = []
         self.routes: dict[str, Route] = {}
-        self.if_trained: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
         self.how: dict[str, Any] = {}
         self._places: dict[str, tuple[int, str]] = {}  # the number of the model, the name there
@@ -172,38 +167,37 @@ class NamedGroups:
         return None if self._passed is None else self._passed()
 
     def read(
-        self, given: Sequence[Group], planned: Mapping[Tensor, str], routes: Routes
+        self, given: Sequence[Group], planned: Mapping[Tensor, Route] | None = None
     ) -> list[Group]:
         """Users' groups with the hyperparameters that their parameters need.
 
-        ``planned`` are the names of parameters that `dedicate_params` has planned, with ``routes``;
-        others are routed here.
+        ``planned`` are the parameters that `dedicate_params` has routed; without any, all are
+        routed here.
         """
-        first = len(self.names)
+        first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
         if not first:
-            self._are_named = any(names for names, _ in found)
+            self._are_named = any(name is not None for pairs in found for name, _ in pairs)
         names, everyone = self._identified(given, found, planned)
+        frozen: Routes = {}
         with suppress(DmuonError):  # of what may never be trained
-            self.if_trained |= self.routed(everyone, frozen=True)
-        if routes:
-            self.routes |= routes
-        else:
+            frozen = self._routed(everyone, frozen=True)
+        routes: Routes = {route[0].name: route for route in planned.values()}
+        if not planned:
             # A head may be trained before the matrices.
-            late = any(matrices for _, matrices in self.if_trained.values())
-            partial = bool(first) or self._passed is None or late
-            self.routes |= self.routed(everyone, partial=partial)
-        # Of frozen ones too, which a schedule of the group's lr may reach later.
-        every = self.if_trained | self.routes
+            late = any(matrices for _, matrices in frozen.values())
+            routes = self._routed(everyone, partial=bool(first) or self._passed is None or late)
+        self.routes = {**frozen, **self.routes, **routes}
         made, algorithms = [], []
-        for number, (group, own, (given_names, tensors)) in enumerate(
-            zip(given, names, found), first
-        ):
-            kinds = {every[n][0].algorithm for n in own if n in every} or {Algorithm.ADAMW}
+        for number, (group, own, pairs) in enumerate(zip(given, names, found), first):
+            # Of frozen ones too, which a schedule of the group's lr may reach later.
+            kinds = {self.routes[n][0].algorithm for n in own if n in self.routes}
+            kinds = kinds or {Algorithm.ADAMW}
             full = completed(group, kinds, *self.defaults)
             full |= check_group(full, number, kinds)
-            kept = {"param_names": given_names or own} if self._are_named else {}
-            made.append({"params": tensors, **kept, **full})
+            labels = [said or name for name, (said, _) in zip(own, pairs)]
+            kept = {"param_names": labels} if self._are_named else {}
+            made.append({"params": [p for _, p in pairs], **kept, **full})
             algorithms.append(kinds)
         self.names += names
         self.algorithms += algorithms
@@ -212,22 +206,22 @@ class NamedGroups:
     def _identified(
         self,
         given: Sequence[Group],
-        found: Sequence[tuple[list[str] | None, list[Tensor]]],
-        planned: Mapping[Tensor, str],
+        found: Sequence[Sequence[Pair]],
+        planned: Mapping[Tensor, Route],
     ) -> tuple[list[list[str]], list[Member]]:
         """The names of all parameters by group, and each with the live module that holds it."""
-        pairs = [pair for names, ps in found for pair in zip(names or repeat(None), ps)]
-        holders = self._holders([(n, p) for n, p in pairs if p not in planned])
+        unknown = [pair for pairs in found for pair in pairs if pair[1] not in planned]
+        holders = self._holders(unknown)
         taken = {name: 0 for names in self.names for name in names}
         made: list[list[str]] = []
         everyone: list[Member] = []
-        for number, (group, (names, tensors)) in enumerate(zip(given, found), len(self.names)):
+        for number, (group, pairs) in enumerate(zip(given, found), len(self.names)):
             made.append([])
             algorithm = algorithm_of(group)
-            for i, (label, p) in enumerate(zip(names or repeat(None), tensors)):
+            for i, (label, p) in enumerate(pairs):
                 model, place = holders.get(id(p), ((None, None), None))
                 if p in planned:
-                    name = planned[p]
+                    name = planned[p][0].name
                 elif label is not None:
                     name = canonical_name(label)
                 elif place is not None:  # two models may use the same names
@@ -247,9 +241,7 @@ class NamedGroups:
                 everyone.append(Member(name, p, algorithm, *model))
         return made, everyone
 
-    def _holders(
-        self, given: Sequence[tuple[str | None, Tensor]]
-    ) -> dict[int, tuple[Found, tuple[int, str]]]:
+    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[Found, tuple[int, str]]]:
         """By the id of a parameter, the live model that holds it, its number and the name there.
         Found models are noted."""
         found = [] if self.passed is None else [Found(unwrapped(self.passed), self.passed)]
@@ -266,7 +258,7 @@ class NamedGroups:
                 holders.setdefault(i, (holder, (number, names[0])))
         return holders
 
-    def routed(
+    def _routed(
         self, everyone: Sequence[Member], *, frozen: bool = False, partial: bool = True
     ) -> Routes:
         """How trainable parameters are to be updated, or how frozen ones would be."""
@@ -325,9 +317,8 @@ class NamedGroups:
                     f"parameter {name!r} appears twice in the param groups: list each once"
                 )
             seen |= {id(p), name}
-        self.routes = self.if_trained | self.routes  # what was frozen when it was given
         missing = [Member(n, p) for n, p in named if p.requires_grad and n not in self.routes]
-        self.routes |= self.routed(missing)
+        self.routes |= self._routed(missing)
         specs = collect([Member(n, p) for n, p in named], routes=self.routes, partial=True)
         # As where a head is trained first, and the rest is unfrozen or added later.
         models = (reference() for reference in self.models)
@@ -364,7 +355,7 @@ def held_by_modules(ids: Set[int]) -> set[int]:
     return {i for _, i in _uses(_live_modules(), ids)} if ids else set()
 
 
-def find_models(given: Sequence[tuple[str | None, Tensor]]) -> list[Found]:
+def find_models(given: Sequence[Pair]) -> list[Found]:
     """The live models that hold these parameters, given with their names or None; the first holds
     the most. Of a parameter that no module holds there is none.
 
@@ -407,10 +398,10 @@ class _Live:
     def __init__(self, wanted: Set[int]) -> None:
         modules = _live_modules()
         uses = _uses(modules, wanted)
-        if len({i for _, i in uses}) < len(wanted):
+        if {i for _, i in uses} != wanted:
             reshard(modules)  # FSDP2 shows other parameters while a unit is gathered
             uses = _uses(modules, wanted)
-        if len({i for _, i in uses}) < len(wanted) and gc.get_freeze_count():
+        if {i for _, i in uses} != wanted and gc.get_freeze_count():
             modules = _live_modules(also_frozen=True)
             reshard(modules)
             uses = _uses(modules, wanted)
@@ -428,16 +419,11 @@ class _Live:
 
     def _and_above(self, module: nn.Module) -> dict[nn.Module, None]:
         """Itself and all modules that contain it."""
-        found = self._around.get(module)
-        if found is None:
-            found = {module: None}
-            queue = [module]
-            for below in queue:
-                new = [m for m in self._parents.get(below, ()) if m not in found]
-                found.update(dict.fromkeys(new))
-                queue += dict.fromkeys(new)
-            self._around[module] = found
-        return found
+        if module not in self._around:
+            found = self._around[module] = {module: None}
+            for parent in self._parents.get(module, ()):
+                found |= self._and_above(parent)
+        return self._around[module]
 
     def smallest(self, wanted: Set[int]) -> nn.Module | None:
         """The module that holds most of these parameters, in most places, and is the smallest."""
@@ -612,7 +598,7 @@ class Accepted:
         self._bound = [{k: repr(group[k]) for k in BOUND if k in group} for group in groups]
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
-        self.digest = HyperDigest([0] * len(algorithms), [{} for _ in algorithms])
+        self.digest = HyperDigest([0] * len(algorithms))
 
     def check(self, groups: Sequence[Group], count: int) -> None:
         """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
@@ -647,7 +633,8 @@ class Accepted:
             # Tensors and lists can change in place.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
             self._known[number] = ({*group} if lasting else set()), kept
-            texts = self.digest.texts[number] = _texts(kept)
+            texts = {f"{k} of opt.param_groups[{number}]": v for k, v in _texts(kept).items()}
+            self.digest.texts = {**self.digest.texts, **texts}  # verdicts keep the one before
+            self.digest.numbers[number] = zlib.crc32(repr(texts).encode())
             if "ns_steps" in kept:
                 self.digest.eps[number] = kept["eps"]
-            self.digest.numbers[number] = zlib.crc32(repr(texts).encode(), number)

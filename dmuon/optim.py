@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from inspect import signature
@@ -50,6 +50,7 @@ from dmuon.groups import (
     Accepted,
     Group,
     NamedGroups,
+    Route,
     check_group,
     completed,
     describe,
@@ -65,7 +66,7 @@ from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
 from dmuon.scheduler.shards import StateSizes
-from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name, dtype_name
+from dmuon.scheduler.specs import ModelSpecs, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
@@ -82,12 +83,7 @@ class Muon(Optimizer):
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
     parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
     others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
-    Call `dmuon.dedicate_params(model)` before to look first, or for another layout. One `step`, on
-    every rank::
-
-        verdict     one all-reduce: whether all gradients are finite, who has some
-        owners      Newton-Schulz, batch by batch; each result leaves at once
-        everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
+    Call `dmuon.dedicate_params(model)` before to look first, or for another layout.
 
     ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
     need: those of `torch.optim.Muon` for matrices, those of `torch.optim.AdamW` for others. A group
@@ -105,13 +101,12 @@ class Muon(Optimizer):
             square of an update over ``lr``, ``number * sqrt(max(m, n))``; "match_rms_adamw": 0.2,
             about that of AdamW's updates. Weight decay is never adjusted.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
-        period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
-            count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
-            what it holds, without any traffic. `math.inf` never takes a full step; a function of
-            the step count gives a period that changes, as `LinearPeriod` does.
+        period: MuonBP (`sharded` layout only, docs/muonbp.md). An integer P takes a full step where
+            the step count, from 0, is a multiple of P, and block steps between: each rank
+            orthogonalizes what it holds, without any traffic. `math.inf` never takes a full step; a
+            function of the step count gives a period that changes, as `LinearPeriod` does.
         block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
-            of the block; in theory it is between 1 and one over the square root of the number of
-            blocks. None is 1.
+            of the block; in theory between 1 and one over the root of the number of blocks.
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
             "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
             ranks differ.
@@ -202,12 +197,10 @@ class Muon(Optimizer):
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, NamedGroups(params))
-        # What must be alike is compared when engines are made.
-        groups = attempt_in_all(
-            transports, lambda: self._prepare(given, ownerships, muon, adamw, period, dedicate)
-        )
+        asked = muon, adamw, period, dedicate
+        made = attempt_in_all(transports, lambda: self._prepare(given, ownerships, *asked))
         _keep_compiler_out()
-        super().__init__(groups, {})
+        super().__init__(made, {})
         self.defaults = dict(run.groups.defaults[0])
         self._note_progress(self.param_groups)
         run.ready = True
@@ -223,17 +216,16 @@ class Muon(Optimizer):
         period: Period,
         dedicate: Mapping[str, Any] | None,
     ) -> list[Group]:
-        """Check everything that was given, and make the param groups. Not a collective call."""
+        """The param groups, when everything is right. Not a collective call: what must be alike on
+        all ranks is compared when engines are made."""
         run = self._run
         run.groups.defaults = check_muon_group(muon.group()), adamw.group()
         checked(SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
-        run.asked = request, _ = _request(dedicate, ownerships)
-        run.groups.how = {n: getattr(request, n) for n in ("select", "splits", "heads")}
-        routes = (routes_of(o.plan.specs).items() for o in ownerships)
-        names = {p: spec.name for p, spec in _planned(ownerships)}
-        made = run.groups.read(given, names, dict(chain.from_iterable(routes)))
+        run.asked = _request(dedicate, ownerships)
+        run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
+        made = run.groups.read(given, _planned(ownerships))
         if ownerships:
             _check_members(made, ownerships)
         return made
@@ -246,7 +238,7 @@ class Muon(Optimizer):
         if not run.ready:
             super().add_param_group(param_group)
             return
-        (group,) = run.groups.read(read_groups([param_group]), {}, {})
+        (group,) = run.groups.read(read_groups([param_group]))
         added = self.defaults.keys() - group.keys()  # by torch, to every group
         try:
             super().add_param_group(group)
@@ -263,7 +255,7 @@ class Muon(Optimizer):
         run = self._run
         added = self.param_groups[len(run.groups.names) :]
         if added and not run.engines:
-            for group, full in zip(added, run.groups.read(read_groups(added), {}, {}), strict=True):
+            for group, full in zip(added, run.groups.read(read_groups(added)), strict=True):
                 group.update(full)
             self._note_progress(added)
         return run.groups.named(self.param_groups)
@@ -296,13 +288,13 @@ class Muon(Optimizer):
             if other is not before:
                 other.close()
 
-        def route() -> ModelSpecs:
+        def routed() -> ModelSpecs:
             if flaw is not None:
                 raise flaw
             return run.groups.specs(named)
 
-        request = replace(run.asked[0], ns_dtype=run.switches["ns_dtype"])
-        ownership = plan_given(Given(model, named, route, before), request, run.asked[1])
+        request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
+        ownership = plan_given(Given(model, named, routed, before), request)
         if not ownership.plan.specs.matrices and ownership.rank == 0:
             warnings.warn(
                 "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
@@ -343,7 +335,7 @@ class Muon(Optimizer):
             return OwnershipError(
                 f"{what}: that is planned in a full step, and period=math.inf takes none"
             )
-        if not run.schedule.is_full(run.schedule.t):  # where ranks could not agree on it
+        if not run.schedule.is_full(run.schedule.t):  # ranks could not agree on it
             return None
         return NewParameters(
             f"{what}, but not on every rank: unfreeze, and add groups, on all of them before the "
@@ -359,8 +351,7 @@ class Muon(Optimizer):
             entries = dict(self.state) | engine.saved_state()
             ownership.become(self._new_ownership(ownership))
             # Kept here too, in case that binding fails.
-            state = {n: entries[p] for n, p in self._named() if p in entries}
-            run.loaded = state | {n: e for n, e in run.loaded.items() if n not in state}
+            run.loaded |= {n: entries[p] for n, p in self._named() if p in entries}
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
@@ -385,13 +376,10 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        switches, masters = run.switches, run.switches["master_weights"]
-        ns_dtype, backend = _agreed(ownerships, switches["ns_dtype"])
+        ns_dtype, backend = _agreed(ownerships, run.switches["ns_dtype"])
+        agreed = run.switches | {"ns_dtype": ns_dtype, "backend": backend}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
-        settings = Settings(
-            ns_dtype, masters, run.schedule, accepted.digest, switches["block_lr_ratio"],
-            switches["publish"], switches["nonfinite"], backend,
-        )  # fmt: skip
+        settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
             self.state.clear()
 
@@ -402,10 +390,10 @@ class Muon(Optimizer):
                 on_params = isinstance(o.runtime, ParamsRuntime)
                 kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
                 run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
-            run.ownerships, run.settings, run.accepted = ownerships, settings, accepted
+            run.ownerships, run.accepted = ownerships, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
-            if not masters and not again:
+            if not settings.master_weights and not again:
                 flaws.append(_flaw_of_rounding(ownerships, self.param_groups))
             return flaws
 
@@ -431,11 +419,10 @@ class Muon(Optimizer):
             ownership.runtime.check_unbound()
         _check_members(self.param_groups, ownerships)
         _check_switches(run, ownerships)
-        planned = {p: spec.algorithm for p, spec in _planned(ownerships)}
-        made = []
+        planned, made = _planned(ownerships), []
         for number, group in enumerate(self.param_groups):
             algorithms = groups.algorithms[number]
-            algorithms |= {planned[p] for p in group["params"] if p in planned}
+            algorithms |= {planned[p][0].algorithm for p in group["params"] if p in planned}
             full = completed(group, algorithms, *groups.defaults)
             made.append(full | check_group(full, number, algorithms))
         ns_dtype = resolve_ns_dtype(run.switches["ns_dtype"], ownerships[0].runtime.device)
@@ -459,7 +446,7 @@ class Muon(Optimizer):
     def _text(self, made: Sequence[Group], ownerships: Sequence[Ownership]) -> str:
         """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""
         # A rank may have a placeholder where another has the weight.
-        shapes = {p: spec.shape for p, spec in _planned(ownerships)}
+        shapes = {p: spec.shape for p, (spec, _) in _planned(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]
         for number, group in enumerate(made):
@@ -470,7 +457,7 @@ class Muon(Optimizer):
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
         """Drop the engines, so that the next step plans anew."""
         run = self._run
-        run.engines, run.ownerships, run.settings = [], [], None
+        run.engines, run.ownerships = [], []
         for ownership in ownerships:
             ownership.close()
         self.state.clear()
@@ -572,14 +559,12 @@ class Muon(Optimizer):
 
     def _verifies(self) -> bool:
         """Whether this step is verified: the first full one after every ``verify_every`` steps."""
-        run, every = self._run, self._run.switches["verify_every"]
-        t = run.schedule.t
-        run.verify_due = run.verify_due or (bool(every) and t % every == every - 1)
-        if not run.verify_due or not run.schedule.is_full(t):
+        every, schedule = self._run.switches["verify_every"], self._run.schedule
+        if every is None or not schedule.is_full(schedule.t):
             return False
-        run.verify_due = False
-        run.verified += 1
-        return True
+        is_due = (schedule.t + 1) // every > (schedule.last_full + 1) // every
+        self._run.verified += is_due
+        return is_due
 
     def _note_progress(self, groups: Iterable[Group]) -> None:
         """Keep where the schedule is in the groups with matrices."""
@@ -640,19 +625,13 @@ class Muon(Optimizer):
         that a full step takes on this rank, by purpose.
         """
         run = self._run
-        if run.settings is None:
+        if not run.engines:
             return {"steps": run.schedule.t, "update_rms": {}}
-        found = [engine.stats() for engine in run.engines]
-        joint = {
-            key: _combined(key, [stats[key] for stats in found if key in stats])
-            for key in dict.fromkeys(chain.from_iterable(found))
-        }
         return {
             "steps": run.schedule.t,
-            "ns_dtype": dtype_name(run.settings.ns_dtype),
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
             "bytes": dict(run.bytes),
-            **joint,
+            **_combined([engine.stats() for engine in run.engines]),
         }
 
     # ---- state ---------------------------------------------------------------------------
@@ -762,27 +741,21 @@ class Muon(Optimizer):
                 engine.load_state(saved)
 
 
-def _combined(key: str, values: Sequence[Any]) -> Any:
-    """One entry of `Muon.stats`, from those of all engines."""
-    if key == "update_rms":
+def _combined(values: Sequence[Any], path: str = "") -> Any:
+    """`Engine.stats` of all engines in one: dicts key by key, bytes added up."""
+    if path == "/update_rms":
         joint: dict[str, float] = {}
         for number, rms in enumerate(values):  # two models may use the same names
             joint |= {f"{n} ({number})" if n in joint else n: v for n, v in rms.items()}
         return joint
-    if key == "finite":
-        return all(values)
-    if key == "step_bytes":
-        return {k: sum(v.get(k, 0) for v in values) for k in dict.fromkeys(chain(*values))}
-    if key == "kernels":
-        ran: dict[str, dict[str, None]] = {}
-        for shapes, what in chain.from_iterable(v["ran"].items() for v in values):
-            ran.setdefault(shapes, {})[what] = None
-        return {
-            "ran": {shapes: " and ".join(what) for shapes, what in ran.items()},
-            "workspace_bytes": sum(v["workspace_bytes"] for v in values),
-            "cuda_graphs": " and ".join(dict.fromkeys(v["cuda_graphs"] for v in values)),
-        }
-    return max(values)
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(chain(*values))
+        return {k: _combined([v[k] for v in values if k in v], f"{path}/{k}") for k in keys}
+    if isinstance(values[0], str):  # what ran
+        return " and ".join(dict.fromkeys(values))
+    if "bytes" in path:
+        return sum(values)
+    return all(values) if path == "/finite" else max(values)
 
 
 # ---- what is given -----------------------------------------------------------------------
@@ -790,11 +763,7 @@ def _combined(key: str, values: Sequence[Any]) -> Any:
 
 class _Run:
     """All that changes about an optimizer, in one object: a framework may put another in front of
-    it, whose reads reach this one and whose writes do not (Lightning).
-
-    ``asked``: the request and the mesh for planning. ``loaded``: state that waits for the plan, by
-    name. What begins with ``frozen`` is there once it is planned.
-    """
+    it, whose reads reach this one and whose writes do not (Lightning)."""
 
     def __init__(self, switches: dict[str, Any], groups: NamedGroups) -> None:
         self.switches = switches
@@ -802,16 +771,16 @@ class _Run:
         self.ready = False
         self.in_closure = False
         self.schedule = Schedule(1)
-        self.asked: tuple[Request, Any] = Request(), None
+        self.asked = Request()
+        self.verified = 0
+        # State that waits for the plan, by name.
         self.loaded: dict[str, dict[str, Any]] = {}
+        # Once it is planned:
         self.frozen: list[tuple[str, Any]] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
-        self.settings: Settings | None = None
         self.accepted: Accepted | None = None
         self.bytes: Counter[str] = Counter()
-        self.verified = 0
-        self.verify_due = False
 
 
 def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tuple[float, float]:
@@ -844,12 +813,10 @@ def _ownerships_in(
     return ownerships
 
 
-def _request(
-    dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]
-) -> tuple[Request, Any]:
-    """The request and the mesh of ``dedicate``; TypeError for unknown keywords."""
+def _request(dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]) -> Request:
+    """How to plan, now or again; TypeError for unknown keywords."""
     asked = dict(dedicate or {})
-    known = ["mesh", *(f.name for f in fields(Request) if f.name != "ns_dtype")]
+    known = [f.name for f in fields(Request) if f.name != "ns_dtype"]
     if unknown := sorted(asked.keys() - {*known}):
         raise TypeError(
             f"dedicate= takes keyword arguments of dmuon.dedicate_params ({', '.join(known)}), "
@@ -860,9 +827,9 @@ def _request(
             "dedicate= says how to plan, but these parameters are planned: say it there (in "
             "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
         )
-    if ownerships:  # for when it plans again
-        return ownerships[0].asked
-    mesh = asked.pop("mesh", None)
+    if ownerships:
+        found: Request = ownerships[0].asked
+        return found
     request = Request(**asked)
     if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):
         raise OwnershipError(
@@ -870,12 +837,12 @@ def _request(
             "reduce_to_owner=True take gradients in the backward before it: call "
             "dmuon.dedicate_params(model, ...) with these arguments before dmuon.Muon(model)"
         )
-    return request, mesh
+    return request
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
     """Each planned parameter must be in exactly one group, and each trainable one planned."""
-    names = {p: canonical_name(spec.name) for p, spec in _planned(ownerships)}
+    names = {p: spec.name for p, (spec, _) in _planned(ownerships).items()}
     seen: dict[Tensor, int] = {}
     for number, group in enumerate(groups):
         for p in group["params"]:
@@ -900,10 +867,10 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
         )
 
 
-def _planned(ownerships: Sequence[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
-    """Every planned parameter of these ownerships, with its spec."""
-    for ownership in ownerships:
-        yield from zip(ownership.parameters, ownership.plan.specs.parameters, strict=True)
+def _planned(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
+    """How each planned parameter is updated."""
+    routes = (zip(o.parameters, routes_of(o.plan.specs).values()) for o in ownerships)
+    return dict(chain.from_iterable(routes))
 
 
 # ---- settings, checked and agreed on -----------------------------------------------------
@@ -993,33 +960,34 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
     ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = defaultdict(list)
+    squares: dict[tuple[int, torch.dtype], float] = defaultdict(float)  # sums, of updates
+    counts: Counter[tuple[int, torch.dtype]] = Counter()
     weights: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for ownership in ownerships:
         plan = ownership.plan
         # In the dedicated layout the first rank may store no matrix.
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
-        for p, (_, matrices) in zip(ownership.parameters, routes_of(plan.specs).values()):
+        for p, (_, matrices) in _planned([ownership]).items():
             local = local_tensor(p)
             if matrices and p.dtype.itemsize < 4 and local.numel():
-                number = group_of[p]
-                hyper = Hyper.of(groups[number])
-                weights[number, p.dtype].append(local)
+                key = group_of[p], p.dtype
+                hyper = Hyper.of(groups[key[0]])
+                weights[key].append(local)
                 for m in matrices:
-                    rms = hyper.adjusted(*m.shape) / math.sqrt(max(m.shape))
-                    updates[number, p.dtype].append((rms, m.numel))
+                    counts[key] += m.numel
+                    squares[key] += hyper.adjusted(*m.shape) ** 2 / max(m.shape) * m.numel
     lost = []
-    for key, sizes in updates.items():
-        update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights[key]]
-        count = sum(w.numel() for w in weights[key])
-        weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
+    for key, some in weights.items():
+        update = math.sqrt(squares[key] / counts[key])
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in some]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        weight = norm / math.sqrt(sum(w.numel() for w in some))
         if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, key[1])):
-            lost.append((update / ulp, update, weight, key))
+            lost.append((update / ulp, update, weight, *key))
     if not lost:
         return None
-    _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
+    _, update, weight, number, dtype = min(lost, key=lambda entry: entry[0])
     return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
         f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "

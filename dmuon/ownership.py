@@ -56,7 +56,7 @@ class Ownership:
         self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
-        self.asked: Any = None  # the request and the mesh that it was planned by
+        self.asked: Any = None  # the `Request` that it was planned by
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
@@ -301,14 +301,11 @@ def clip_grad_norm_(
     others = (p.grad for p in model.parameters() if id(p) not in planned)
     extra = [grad for grad in others if grad is not None]
     parts = [o.runtime.gradients() for o in ownerships]
-    powers = [_power(o, g, norm_type) for o, g in zip(ownerships, parts, strict=True)]
-    if extra:
-        powers.append(_local_power(extra, norm_type))
-    if not powers:
+    norms = [_norm_over_ranks(o, g, norm_type) for o, g in zip(ownerships, parts, strict=True)]
+    norms += [_norm(extra, norm_type, extra[0].device)] if extra else []
+    if not norms:
         return torch.zeros(())
-    joint = torch.stack(powers)
-    total = joint.amax() if math.isinf(norm_type) else joint.sum().pow(1.0 / norm_type)
-    total = total.to(torch.float32)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float32)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
@@ -323,8 +320,9 @@ def clip_grad_norm_(
     return total
 
 
-def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
-    """``sum |g|^p``, or ``max |g|`` for the infinity norm; in float64, so no square overflows."""
+def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The joint norm of local and of distributed gradients in float64, so that no square overflows;
+    0-d, on ``device`` where there is nothing."""
     # A rank may hold nothing of a matrix, and nothing has no largest element.
     held = [g for g in grads if g.numel()]
     norms = wide_norms([g for g in held if not is_distributed(g)], norm_type)
@@ -333,20 +331,16 @@ def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
         for g in filter(is_distributed, held)
     ]
     if not norms:
-        return torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    joint = torch.stack(norms)
-    return joint.amax() if math.isinf(norm_type) else joint.pow(norm_type).sum()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _power(ownership: Ownership, gradients: Gradients, norm_type: float) -> Tensor:
-    """The power sum of one ownership's gradients over all its ranks, the same on each."""
-    runtime = ownership.runtime
-    power = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    if gradients.counted:
-        power.copy_(_local_power(gradients.counted, norm_type))
-    infinite = math.isinf(norm_type)
-    runtime.transport.all_reduce(power, tag="norm", maximum=infinite).wait()
-    if not gradients.common:
-        return power
-    common = _local_power(gradients.common, norm_type)
-    return torch.maximum(power, common) if infinite else power + common
+def _norm_over_ranks(ownership: Ownership, gradients: Gradients, norm_type: float) -> Tensor:
+    """The norm of one ownership's gradients over all its ranks, the same on each."""
+    runtime, is_max = ownership.runtime, math.isinf(norm_type)
+    counted = _norm(gradients.counted, norm_type, runtime.device).to(runtime.device)
+    power = counted if is_max else counted.pow(norm_type)
+    runtime.transport.all_reduce(power, tag="norm", maximum=is_max).wait()
+    norms = [power if is_max else power.pow(1 / norm_type)]
+    norms += [_norm(gradients.common, norm_type, runtime.device)] if gradients.common else []
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

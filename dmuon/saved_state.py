@@ -20,17 +20,15 @@ from torch import Tensor
 
 from dmuon.config import FINITE, checked
 from dmuon.dtensors import local_tensor
-from dmuon.groups import PROGRESS, Group, NamedGroups, as_here, check_group, describe
+from dmuon.groups import PROGRESS, Group, NamedGroups, Route, as_here, check_group, describe
 from dmuon.period import Schedule
-from dmuon.rule import momentum_dtypes, rule_of
-from dmuon.scheduler.specs import MatrixSpec, ParameterSpec, canonical_name
+from dmuon.rule import MASTER, MOMENTUM, momentum_dtypes, rule_of
+from dmuon.scheduler.specs import canonical_name
 from dmuon.tensors import not_finite
 from dmuon.types import Algorithm, OwnershipError, first_of
 
 # The keys that an entry must have, as in torch.optim, by what updates its parameter.
-_NEEDED = {Algorithm.MUON: ("momentum_buffer",), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step")}
-# Those with tensors of the parameter's shape.
-_TENSORS = "momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"
+_NEEDED = {Algorithm.MUON: (MOMENTUM,), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step")}
 
 
 class SavedState(NamedTuple):
@@ -72,16 +70,12 @@ def read_state(
         groups = [dict(group) for group in given["param_groups"]]
         entries = _by_parameter(given, here, named)
     entries = {p: entry for p, entry in entries.items() if entry}
-    routes = parameters.if_trained | parameters.routes
     values: list[tuple[str, Tensor]] = []
     group_of = {p: group for group in here for p in group["params"]}
     for name, p in named:
-        if p in entries and p.requires_grad and name in routes:
-            spec, matrices = routes[name]
-            asked = group_of[p].get("momentum_dtype")
-            dtype, _ = momentum_dtypes(asked, p.dtype, master_weights)
-            values += _values_of(entries[p], p, spec, dtype, master_weights)
-            values += _kept_by_rule(entries[p], group_of[p], spec, matrices)
+        if p in entries and p.requires_grad and name in parameters.routes:
+            how = parameters.routes[name], group_of[p], master_weights
+            values += _values_of(entries[p], p, *how)
     if bad := not_finite(values):
         raise OwnershipError(
             f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
@@ -90,7 +84,7 @@ def read_state(
         )
     progress = _read_groups(groups, here, parameters.algorithms, schedule)
     taken = 0 if progress is None else int(progress["step"])
-    if taken and not is_list and not any("momentum_buffer" in e for e in entries.values()):
+    if taken and not is_list and not any(MOMENTUM in e for e in entries.values()):
         raise OwnershipError(
             f"the optimizer state is of {taken} steps and has no momentum of any matrix. What "
             "dcp.load is given must have the entries that it shall read, and those of an "
@@ -166,7 +160,7 @@ def _joined(
     """The entries of several states that have the parameters between them. Without names, each
     optimizer's are taken in order: those with momentum for matrices, the others for the rest."""
     routes = parameters.routes
-    trained = {name: p for name, p in named if name in routes}  # others were frozen
+    trained = {name: p for name, p in named if p.requires_grad and name in routes}
     groups = [(state, group) for state in given for group in state["param_groups"]]
     found: dict[str, Any] = {}
     if all("param_names" in group for _, group in groups):
@@ -177,7 +171,7 @@ def _joined(
         for state in given:
             keys = [key for group in state["param_groups"] for key in group["params"]]
             entries = [state["state"].get(key, {}) for key in keys]
-            is_muon = any("momentum_buffer" in entry for entry in entries)
+            is_muon = any(MOMENTUM in entry for entry in entries)
             left = [n for n in trained if bool(routes[n][1]) == is_muon and n not in found]
             if len(entries) > len(left):
                 raise OwnershipError(
@@ -210,14 +204,11 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
 
 
 def _values_of(
-    entry: Mapping[str, Any],
-    p: Tensor,
-    spec: ParameterSpec,
-    momentum: torch.dtype,
-    master_weights: bool,
+    entry: Mapping[str, Any], p: Tensor, route: Route, group: Group, master_weights: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one entry as they are kept here, which must be finite, momentum in that dtype.
-    A parameter without an entry had no gradient so far."""
+    """The tensors of one entry as they are kept here, which must be finite. A parameter without an
+    entry had no gradient so far."""
+    spec, matrices = route
     where = f"for parameter {spec.name!r}"
     needed = _NEEDED[spec.algorithm]
     if not entry.keys() >= {*needed}:
@@ -226,16 +217,25 @@ def _values_of(
             f"{spec.algorithm.value} here and needs {', '.join(map(repr, needed))}: it was saved "
             "by another optimizer, or with other routes"
         )
-    for key in filter(entry.__contains__, _TENSORS):
-        value = entry[key]
-        if not isinstance(value, Tensor) or value.shape != spec.shape:
+    wide = torch.promote_types(p.dtype, torch.float32) if master_weights else p.dtype
+    momentum, _ = momentum_dtypes(group.get("momentum_dtype"), p.dtype, master_weights)
+    # By key the shape, and the dtype that keeps it here where that must be a floating one.
+    known: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+        key: (spec.shape, momentum if key == MOMENTUM else wide)
+        for key in (MOMENTUM, MASTER, "exp_avg", "exp_avg_sq")
+    }
+    for kept in rule_of(group).state:  # in a row, of all matrices; without, it begins at zero
+        known[kept.name] = (sum(math.prod(kept.shape(*m.shape)) for m in matrices),), None
+    for key in filter(known.__contains__, entry):
+        value, (shape, dtype) = entry[key], known[key]
+        if not isinstance(value, Tensor) or value.shape != shape:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise OwnershipError(
-                f"the optimizer state has {key} of shape {found} {where} of shape "
-                f"{list(spec.shape)}: it was saved by another model, or the parameters were listed "
-                "in another order"
+                f"the optimizer state has {key} of shape {found} {where}, expected {list(shape)}: "
+                "it was saved by another model, with other splits or another variant, or the "
+                "parameters were listed in another order"
             )
-        if not value.is_floating_point():
+        if dtype is not None and not value.is_floating_point():
             raise OwnershipError(
                 f"the optimizer state has {key} of {value.dtype} {where}: it must be of a floating "
                 "dtype"
@@ -247,10 +247,8 @@ def _values_of(
                 "values: load it from the checkpoint first"
             )
         if local.numel():
-            dtype = torch.promote_types(p.dtype, torch.float32) if master_weights else p.dtype
-            dtype = momentum if key == "momentum_buffer" else dtype
-            is_wider = torch.finfo(local.dtype).max > torch.finfo(dtype).max
-            yield f"{key} of {spec.name}", local.to(dtype) if is_wider else local
+            narrows = dtype and torch.finfo(local.dtype).max > torch.finfo(dtype).max
+            yield f"{key} of {spec.name}", local.to(dtype) if narrows else local
     step = entry.get("step", 0)
     try:
         checked({"step": FINITE}, {"step": step.item() if isinstance(step, Tensor) else step})
@@ -258,27 +256,6 @@ def _values_of(
         raise OwnershipError(
             f"the optimizer state has step={step!r} {where}: it must be a number >= 0"
         ) from None
-
-
-def _kept_by_rule(
-    entry: Mapping[str, Any], group: Group, spec: ParameterSpec, matrices: Sequence[MatrixSpec]
-) -> Iterator[tuple[str, Tensor]]:
-    """What the variant of a group keeps of a parameter: a row, of all of its matrices."""
-    for kept in rule_of(group).state:
-        value = entry.get(kept.name)
-        if value is None:  # it begins at zero
-            continue
-        expected = sum(math.prod(kept.shape(*matrix.shape)) for matrix in matrices)
-        if not isinstance(value, Tensor) or tuple(value.shape) != (expected,):
-            found = list(value.shape) if isinstance(value, Tensor) else value
-            raise OwnershipError(
-                f"the optimizer state has {kept.name} of shape {found} for parameter "
-                f"{spec.name!r}, expected {[expected]}: it was saved with other splits, or by "
-                "another variant"
-            )
-        local = local_tensor(value)
-        if local.numel():
-            yield f"{kept.name} of {spec.name}", local
 
 
 def _read_groups(

@@ -23,10 +23,10 @@ Heads = Mapping[str, int | Mapping[str, Any]]
 @dataclass(slots=True)
 class HyperDigest:
     """The hyperparameters of all param groups, as ranks compare them at every full step: a number
-    and the texts by name of each group; ``eps`` by group with matrices."""
+    for each group, all texts by name; ``eps`` by group with matrices."""
 
     numbers: list[int]
-    texts: list[dict[str, str]]
+    texts: dict[str, str] = field(default_factory=dict)
     eps: dict[int, float] = field(default_factory=dict)
 
 

@@ -367,16 +367,15 @@ def rank_of(
         transport = _Transport(rank, world, shapes, mesh)
         request = Request(
             "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
-            solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"),
+            solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"), mesh=mesh,
         )  # fmt: skip
-        own = assemble(
+        assemble(
             Given(root),
             request,
             transport,
             lambda: Topology.on_nodes((world,), ("dp",), [r // 8 for r in range(world)], "cuda"),
             lambda partition: transport,
         )
-        own.asked = request, mesh
         with Count() as bound:
             opt = dmuon.Muon(root, lr=1e-3, ns_dtype=torch.float16, **muon)
         sizes = [(p, torch.Size((mine[n].box.shape[0], *p.shape[1:]))) for n, p in named]

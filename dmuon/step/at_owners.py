@@ -10,7 +10,7 @@ A step, on every rank::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -34,11 +34,11 @@ from dmuon.rule import (
 )
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import ITEM_SIZE, Box
-from dmuon.step.engine import Amp, Engine, load_entry, orientations
+from dmuon.step.engine import Amp, AtOwners, Engine, load_entry, orientations
 from dmuon.step.verdict import Verdict, VerdictMessage
 from dmuon.step.verify import Stored
 from dmuon.tensors import finite_marks, scale_all
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import OwnershipError
 
 _COPIED_BYTES = 1 << 28
 
@@ -51,19 +51,18 @@ class OwnerState:
     """
 
     def __init__(
-        self, runtime: OwnersRuntime, dtypes: Mapping[int, torch.dtype], with_masters: bool
+        self, runtime: OwnersRuntime, dtypes: Sequence[torch.dtype], with_masters: bool
     ) -> None:
         self._runtime = runtime
         self._specs = runtime.plan.specs
         self._units = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._stacks: dict[str, dict[int, Tensor]] = {MOMENTUM: {}, MASTER: {}}
         for unit in self._units:
-            first, device = unit.matrices[0], runtime.device
-            momentum = torch.zeros(unit.shape, dtype=dtypes[first], device=device)
+            first = unit.matrices[0]
+            momentum = torch.zeros(unit.shape, dtype=dtypes[first], device=runtime.device)
             self._stacks[MOMENTUM][first] = momentum
             if with_masters and ITEM_SIZE[self._specs.matrices[first].dtype] < 4:
-                masters = torch.empty(unit.shape, dtype=torch.float32, device=device)
-                self._stacks[MASTER][first] = masters
+                self._stacks[MASTER][first] = torch.empty_like(momentum, dtype=torch.float32)
         self.take_weights()
 
     def of(self, unit: Unit) -> list[Tensor]:
@@ -130,25 +129,26 @@ class OwnersEngine(Engine):
 
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights
-        self._name = runtime.plan.layout.value
         runtime.bind(self._group_of, self._payload_dtype)
         specs = runtime.plan.specs
-        dtypes = {i: self._momentum_dtypes(i)[0] for i in range(len(specs.matrices))}
-        self._state = OwnerState(runtime, dtypes, masters)
-        self._members = {i: runtime.matrices_of(i) for i in specs.muon_parameters()}
-        mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
-        self._kernels.reserve(map(self._call, mine), capture=True)
-        for key in self._keys:
+        self._dtypes = [self._momentum_dtypes(i) for i in range(len(specs.matrices))]
+        self._state = OwnerState(runtime, [kept for kept, _ in self._dtypes], masters)
+        members = {i: runtime.matrices_of(i) for i in specs.muon_parameters()}
+        # What is kept of matrices, the same on every rank: by key the parameters, each with its
+        # matrices. A weight in float32 is its own master.
+        self._members = {MOMENTUM: members}
+        if masters:
+            some = {i: m for i, m in members.items() if self._has_master(specs.parameters[i].dtype)}
+            self._members[MASTER] = some
+        for key in self._members:
             self._show(key)
         assert runtime.reducer is not None
         self._owned = runtime.reducer.owned
         self._present = runtime.reducer.present
-        transport, matrices = runtime.transport, list(self._owned.here)
-        self._message = VerdictMessage(
-            *(specs, None, transport, runtime.device),
-            *(self._settings.schedule, self._settings.digest, self._group_of),
-            *(matrices, [True] * len(matrices)),
-        )
+        self._kernels.reserve(map(self._call, self._owned.mine), capture=True)
+        matrices = list(self._owned.here)
+        how = self._settings.schedule, self._settings.digest, self._group_of
+        self._message = VerdictMessage(runtime, None, *how, matrices, [True] * len(matrices))
         # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
         # where they come in slices.
         kept = self._momentum() if runtime.keeps_whole else {}
@@ -160,49 +160,24 @@ class OwnersEngine(Engine):
         # Of what Newton-Schulz got in the step before: matrices, and their norms.
         self._norms: list[tuple[list[int], list[Tensor]]] = []
         self._verdict = Verdict(True)
-        self._vectors: dict[int, Tensor] = {}  # gradients of AdamW's parameters
 
     @property
     def _fuses_adamw(self) -> bool:
         return not host_can_read(self._runtime.device)
 
-    @property
-    def _keys(self) -> list[str]:
-        """What is kept of matrices, the same on every rank."""
-        return [MOMENTUM, MASTER] if self._settings.master_weights else [MOMENTUM]
-
     def _has_master(self, dtype: str) -> bool:
         """Whether parameters of this dtype have masters, so that weights are published."""
         return self._settings.master_weights and ITEM_SIZE[dtype] < 4
 
-    def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
-        if self._has_master(parameter_dtype):
-            dtype: torch.dtype = getattr(torch, parameter_dtype)
-            return dtype
-        return self._settings.ns_dtype
-
-    def _dtype_of(self, key: str, parameter: int) -> torch.dtype:
-        """Of momentum or masters of a parameter."""
-        return (
-            torch.float32
-            if key == MASTER
-            else self._momentum_dtypes(self._members[parameter][0])[0]
-        )
-
-    def _parameters_with(self, key: str) -> list[tuple[int, list[int]]]:
-        """The parameters of which momentum or masters are kept, and their matrices."""
-        specs = self._runtime.plan.specs.parameters
-        return [
-            (i, members)
-            for i, members in self._members.items()
-            if key == MOMENTUM or self._has_master(specs[i].dtype)  # else the weight itself
-        ]
+    def _payload_dtype(self, dtype: str) -> torch.dtype:
+        weight: torch.dtype = getattr(torch, dtype)
+        return weight if self._has_master(dtype) else self._settings.ns_dtype
 
     def _show(self, key: str) -> None:
         """Let the optimizer's state refer to what is kept: a tensor, or one per matrix by name; of
         what others keep an empty one, so that every rank has the same keys."""
         here, specs = self._state.matrices(key), self._runtime.plan.specs
-        for i, members in self._parameters_with(key):
+        for i, members in self._members[key].items():
             p = self._runtime.parameters[i]
             mine: Any = here.get(members[0], torch.empty(0, *p.shape[1:], device=p.device))
             if len(members) > 1:
@@ -214,22 +189,19 @@ class OwnersEngine(Engine):
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         if amp.found_inf is not None:
             return OwnershipError(
-                f"GradScaler does not work in the {self._name!r} layout: it cannot see the "
-                "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
+                f"GradScaler does not work in the {self._runtime.plan.layout.value!r} layout: it "
+                "cannot see the gradients that owners hold. Train in bfloat16, or call opt.step() "
+                "without a scaler"
             )
-        self._message.raise_noted()
         self._runtime.raise_noted()
-        self._tell(amp)
-        try:
-            self._runtime.reduce_gradients()
-        except DmuonError as error:
-            refusal = refusal or error  # perhaps on this rank alone
-        self._vectors = {
+        return super().begin(amp, refusal)
+
+    def _take_gradients(self) -> None:
+        self._grads = {
             i: local_tensor(gradient_like(p.grad, p))
             for i, p in chain.from_iterable(self._adamw.values())
             if p.grad is not None
         }
-        return refusal
 
     def launch(self, refusal: Exception | None) -> None:
         runtime, on_host = self._runtime, host_can_read(self._runtime.device)
@@ -245,40 +217,49 @@ class OwnersEngine(Engine):
         self._verdict = verdict or Verdict(False)
         if verdict is None:
             runtime.skip()
-            self._vectors = {}
+            self._grads = {}
         runtime.step(self._compute if refusal is None else self._keep, self._apply)
         if refusal is not None:
-            self._vectors = {}
+            self._grads = {}
             raise refusal
         if on_host:
-            self._tell(Amp())
+            self._tell()
 
     def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
         """(norms of what is owned here, what the ranks sum up)."""
-        here = self._owned.here
-        norms = torch.zeros(len(here), dtype=torch.float64, device=self._runtime.device)
+        norms = torch.zeros(len(self._owned.here), dtype=torch.float64, device=self._runtime.device)
         if refusal is not None:
             return norms, self._message.refuse()
-        matrices = self._runtime.plan.specs.matrices
-        found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
-        if found:
-            hypers = [self._hypers[self._group_of[i]] for i in found]
-            is_sgd = any(h.mode == "sgd" for h in self._hypers)
-            if self._runtime.keeps_whole and (self._narrows or is_sgd):
-                momentum = self._momentum()
-                buffers = [momentum[i] for i in found]
-                marks = operand_peaks([*found.values()], buffers, hypers)
-            else:
-                marks = finite_marks([*found.values()]).double()
-            by_matrix = dict(zip(found, marks.unbind(), strict=True))
-            nothing = norms.new_zeros(())
-            norms = torch.stack([by_matrix.get(i, nothing) for i in here])
+        norms = self._marks(norms)
         known = [*chain.from_iterable(of for of, _ in self._norms)]
         sizes = [*chain.from_iterable(each for _, each in self._norms)]
         values = torch.cat(sizes).double() if sizes else norms
         self._norms = []
-        checked = self._checked(self._vectors)
+        checked = self._checked(self._grads)
         return norms, self._message.fill(norms, checked, (), None, (known, values))[1]
+
+    def _marks(self, zeros: Tensor) -> Tensor:
+        """Of what is owned here numbers that are finite where momentum stays so."""
+        runtime, here = self._runtime, self._owned.here
+        matrices = runtime.plan.specs.matrices
+        found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
+        if not found:
+            return zeros
+        if runtime.keeps_whole and (self._narrows or any(h.mode == "sgd" for h in self._hypers)):
+            momentum = self._momentum()
+            hypers = [self._hypers[self._group_of[i]] for i in found]
+            marks = operand_peaks([*found.values()], [momentum[i] for i in found], hypers)
+        else:
+            if runtime.keeps_whole and len(found) == len(here) and host_can_read(runtime.device):
+                # One look at each stack, and at its matrices only where something is wrong.
+                stacks = [self._owned.stack(unit) for unit in self._owned.mine]
+                if bool(finite_marks(stacks).isfinite().all()):
+                    return zeros
+            marks = finite_marks([*found.values()]).double()
+        if len(found) == len(here):
+            return marks
+        by_matrix = dict(zip(found, marks.unbind(), strict=True))
+        return torch.stack([by_matrix.get(i, zeros[0]) for i in here])
 
     def _momentum(self) -> Mapping[int, Tensor]:
         return self._state.matrices(MOMENTUM)
@@ -294,18 +275,14 @@ class OwnersEngine(Engine):
 
     def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """Momentum, Newton-Schulz, and the new masters where there are some."""
-        call, h, rule = (
-            self._call(unit, len(where)),
-            self._hypers[unit.group],
-            self._rules[unit.group],
-        )
+        h, rule = self._hypers[unit.group], self._rules[unit.group]
         momentum, *masters = self._state.of(unit)
         if masters:
             self._state.follow(unit)
         watch = self._telemetry.watch
         watch.start()
         buffers = rows_of(momentum, where)
-        payload = self._orthogonalized(call, unit, buffers, gradients, where)
+        payload = self._orthogonalized(unit, buffers, gradients, where)
         self._kept.accept(unit, payload, where)
         watch.stop()
         if buffers is not momentum:
@@ -323,12 +300,13 @@ class OwnersEngine(Engine):
         return new[0] if masters else payload, rms
 
     def _orthogonalized(
-        self, call: Any, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
+        self, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
     ) -> Tensor:
         """Advance momentum ``buffers``; the update, valid until the next call."""
         h, rule, bad = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
+        call = self._call(unit, len(where))
         operand, fused = self._kernels.operand(call), self._kernels.is_fused(call)
-        working, norms = self._momentum_dtypes(unit.matrices[0])[1], []
+        working, norms = self._dtypes[unit.matrices[0]][1], []
         parts = [(buffers, gradients, operand)]
         if bad is not None:  # the host does not know whether the step is taken
             most = max(1, _COPIED_BYTES // buffers[0].nbytes)
@@ -356,18 +334,17 @@ class OwnersEngine(Engine):
             )
 
     def update_others(self) -> None:
-        self._update_adamw(self._vectors, self._verdict)
-        self._vectors = {}
+        self._update_adamw(self._grads, self._verdict)
+        self._grads = {}
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
-        runtime, spec = self._runtime, self._runtime.plan.specs.parameters[parameter]
-        rows, kept = runtime.rows, self._dtype_of(MOMENTUM, parameter)
-        momentum = rows.spread(
-            *(spec.shape, kept, runtime.owned_places(parameter), self._state.matrices(MOMENTUM))
-        )
-        places = runtime.owned_places(parameter, in_slices=True)
-        wide = torch.promote_types(kept, torch.float32)
-        gradient = rows.spread(spec.shape, wide, places, self._owned.here)
+        runtime, shape = self._runtime, self._runtime.plan.specs.parameters[parameter].shape
+        dtype, places = self._dtypes[runtime.matrices_of(parameter)[0]][0], runtime.owned_places
+        rows, here = runtime.rows, self._state.matrices(MOMENTUM)
+        momentum = rows.spread(shape, dtype, places(parameter), here)
+        wide = torch.promote_types(dtype, torch.float32)
+        slices = places(parameter, in_slices=True)
+        gradient = rows.spread(shape, wide, slices, self._owned.here)
         if not self._present[parameter]:
             gradient.zero_()
         return whole_tensor(momentum), whole_tensor(gradient)
@@ -377,45 +354,31 @@ class OwnersEngine(Engine):
 
     # ---- reading and state -------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
-        return {
-            "update_rms": rms,
-            "finite": bool(self._finite),
-            "skipped": int(self.skips.count),
-            "below_eps": self._message.found.below_eps,
-            "kernels": self._kernels.report(),
-        }
+    def _update_rms(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self._runtime.update_rms().items()}
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Momentum, masters and what variants keep, whole, as rows on all ranks; a collective
         call."""
-        runtime, specs = self._runtime, self._runtime.plan.specs
+        runtime = self._runtime
         runtime.transport.meet("opt.state_dict()")
         others = (p for _, p in chain.from_iterable(self._adamw.values()))
-        found = self._entries_as_weights_are(others)
-        for key in self._keys:
-            here = self._state.matrices(key, as_weights_are=key == MASTER)
-            for i, _ in self._parameters_with(key):
-                entry = found.setdefault(runtime.parameters[i], {})
-                places, dtype = runtime.owned_places(i), self._dtype_of(key, i)
-                entry[key] = runtime.rows.spread(specs.parameters[i].shape, dtype, places, here)
-        for i, kept in self._kept.saved().items():
-            found[runtime.parameters[i]].update(kept)
-        return found
+        kept = self._spread(self._at_owners(as_weights_are=True))
+        entries = {runtime.parameters[i]: entry for i, entry in kept.items()}
+        return self._entries_as_weights_are(others) | entries
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        runtime, state = self._runtime, self._state
-        state.take_weights()  # where masters were not saved
-        for key in self._keys:
-            here = state.matrices(key)
-            for i, members in self._parameters_with(key):
-                value = saved.get(runtime.parameters[i], {}).get(key)
-                if value is not None:
-                    runtime.rows.collect(value, runtime.owned_places(i), here)
-                elif key == MOMENTUM:  # it had no gradient before the state was saved
-                    for view in (here[m] for m in members if m in here):
-                        view.zero_()
-        self._kept.load({i: saved.get(p, {}) for i, p in enumerate(runtime.parameters)})
+        self._state.take_weights()  # where masters were not saved
+        self._collect(self._at_owners(), saved)
         for _, p in chain.from_iterable(self._adamw.values()):
             load_entry(p, self._optimizer.state[p], saved.get(p, {}))
+
+    def _at_owners(self, *, as_weights_are: bool = False) -> Iterator[AtOwners]:
+        """All that lies with owners; ``as_weights_are``: see `OwnerState.matrices`."""
+        specs, places = self._runtime.plan.specs.parameters, self._runtime.owned_places
+        for key, parameters in self._members.items():
+            here = self._state.matrices(key, as_weights_are=as_weights_are and key == MASTER)
+            for i, members in parameters.items():
+                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]][0]
+                yield AtOwners(i, key, specs[i].shape, dtype, places(i), here)
+        yield from self._kept.rows()

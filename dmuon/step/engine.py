@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +31,17 @@ from dmuon.rule import (
     MASTER,
     Hyper,
     Rule,
-    StateSpec,
     merged_master,
     momentum_dtypes,
     rounds_to,
     rule_of,
 )
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import Box
-from dmuon.step.verdict import Checked, Verdict, VerdictMessage
+from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
+from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import HyperDigest, NonFiniteError, first_of
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -56,23 +55,21 @@ _FULL = 1 / 8  # of a dtype's range: momentum of so much overflows
 class Settings:
     """What holds for all groups of an optimizer."""
 
-    ns_dtype: torch.dtype
-    master_weights: bool
     schedule: Schedule
     digest: HyperDigest
-    block_lr_ratio: float | None
-    publish: str
-    nonfinite: str
+    ns_dtype: torch.dtype
     backend: str  # for products, where neither the plan nor the options name one
+    publish: str
+    master_weights: bool
+    block_lr_ratio: float | None
+    nonfinite: str
+    verify_every: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Amp:
-    """What `torch.amp.GradScaler` tells an optimizer: 0-d tensors.
-
-    ``scale``: what gradients are still to be divided by; ``found_inf``: not zero where this rank
-    found a non-finite gradient.
-    """
+    """From `torch.amp.GradScaler`, 0-d tensors: what gradients are still to be divided by, and
+    whether this rank found one that is not finite (not zero)."""
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -80,10 +77,11 @@ class Amp:
 
 @dataclass(slots=True)
 class Skips:
-    """What was skipped. ``count`` steps, of which ``told`` were told of; ``late`` in block steps,
-    which other ranks do not know of, with the ``names`` of a few; ``told_of_eps``: once is enough.
-    """
+    """What was skipped. ``finite``: nothing of the last step. ``count`` steps, of which ``told``
+    were told of; ``late`` in block steps, which other ranks do not know of, with the ``names`` of a
+    few; ``told_of_eps``: once is enough."""
 
+    finite: bool | Tensor = True
     count: int | Tensor = 0
     told: int = 0
     late: int | Tensor = 0
@@ -92,10 +90,8 @@ class Skips:
 
 
 class Engine(ABC):
-    """The work of one ownership in `Muon.step`, in the order in which it is called.
-
-    ``optimizer`` holds the param groups and the state; an engine makes its state at construction.
-    """
+    """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
+    ``optimizer`` is made at construction."""
 
     _message: VerdictMessage
 
@@ -115,7 +111,8 @@ class Engine(ABC):
             runtime.device, settings.ns_dtype, options, backend=settings.backend
         )
         runtime.one_by_one = options.is_fixed
-        self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
+        self._amp = Amp()
+        self._grads: dict[int, Tensor] = {}
         self.skips = Skips()
         self.verifier = Verifier()
         self._samples: list[Sample] = []
@@ -167,7 +164,7 @@ class Engine(ABC):
     def _note(self, finite: bool | Tensor) -> Tensor | int:
         """Note whether the step found nothing that is not finite; 1 (or true) if it did."""
         skipped = finite.logical_not() if isinstance(finite, Tensor) else int(not finite)
-        self._finite = finite
+        self.skips.finite = finite
         self.skips.count = self.skips.count + skipped
         return skipped
 
@@ -187,6 +184,7 @@ class Engine(ABC):
 
     def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
         """Update the parameters of these gradients."""
+        how = {"master_weights": self._settings.master_weights, "fused": self._fuses_adamw}
         for g, params in self._adamw.items():
             joint: list[tuple[Tensor, Tensor]] = []
             # The fused form takes one flag for all parameters of a call.
@@ -200,23 +198,27 @@ class Engine(ABC):
                 else:
                     joint.append((p, grads[i]))
             for flag, pairs in calls:
-                adamw_step(
-                    self._groups[g],
-                    self._optimizer.state,
-                    [p for p, _ in pairs],
-                    [grad for _, grad in pairs],
-                    master_weights=self._settings.master_weights,
-                    fused=self._fuses_adamw,
-                    found_inf=None if flag is None or not pairs else flag.to(pairs[0][0].device),
-                )
+                adamw_step(self._groups[g], self._optimizer.state, pairs, found_inf=flag, **how)
 
-    @abstractmethod
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         """Bring gradients to where they belong, and weights to what was published.
 
-        ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
-        the other ranks can know; they raise ConsensusError. Returns it, or what it found itself.
+        ``refusal``: why this rank cannot take the step. It raises that in `launch`, once the other
+        ranks can know; they raise ConsensusError. Returns it, or what it found itself.
         """
+        self._message.raise_noted()
+        self._tell()
+        self._amp = amp
+        try:
+            self._runtime.reduce_gradients()
+            self._take_gradients()
+        except DmuonError as error:  # perhaps on this rank alone
+            refusal = refusal or error
+        return refusal
+
+    @abstractmethod
+    def _take_gradients(self) -> None:
+        """Note the local gradients by parameter, those of AdamW's at least."""
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
@@ -225,9 +227,8 @@ class Engine(ABC):
         ``refusal``: that of any engine, so that no other has stepped when one refuses.
         """
 
-    @abstractmethod
-    def update_others(self) -> None:
-        """Update the parameters that are no matrices."""
+    def update_others(self) -> None:  # noqa: B027
+        """Update the parameters that are no matrices, where `launch` has not done so."""
 
     def finish(self) -> None:
         """The last part of a step, on every rank."""
@@ -235,11 +236,11 @@ class Engine(ABC):
 
     # ---- what is told --------------------------------------------------------------------
 
-    def _tell(self, amp: Amp) -> None:
+    def _tell(self) -> None:
         """Say on one rank that a step was skipped on all, and why, or that updates are damped by
         eps. Where a scaler looks for skipped steps, they are no news."""
         if self._message.found.is_bad:
-            if amp.found_inf is None:
+            if self._amp.found_inf is None:
                 self._tell_of_skipped()
         elif self._message.found.below_eps and not self.skips.told_of_eps:
             self._tell_of_eps()
@@ -274,10 +275,9 @@ class Engine(ABC):
             eps = min(self._settings.digest.eps.values())
             warnings.warn(
                 f"dmuon: Newton-Schulz got {message.found.below_eps} of the matrices with a norm "
-                f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's, or "
-                "zero. Gradients are that small where the loss is scaled down, or clipped to a "
-                "tiny norm: leave that out, or pass a smaller eps=, such as 1e-20 "
-                '(opt.stats()["below_eps"] counts such matrices)',
+                f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's. "
+                "Is the loss scaled down, or are gradients clipped to a tiny norm? Leave that out, "
+                'or pass a smaller eps=, such as 1e-20 (opt.stats()["below_eps"] counts them)',
                 RuntimeWarning,
                 stacklevel=6,
             )
@@ -285,10 +285,10 @@ class Engine(ABC):
     def _suspects(self) -> list[tuple[str, str]]:
         """(name, what is wrong with its momentum, if that is to blame) of the first few that are
         not finite on this rank."""
-        kept, matrices = self._momentum(), self._runtime.plan.specs.matrices
-        found = []
-        for name in islice(chain(self._message.suspects(), self.skips.names), SUSPECTS):
-            momentum = next((kept[i] for i in kept if matrices[i].name == name), None)
+        kept, specs, found = self._momentum(), self._runtime.plan.specs, []
+        names = suspects(specs, self._message.found.not_finite)
+        for name in islice(chain(names, self.skips.names), SUSPECTS):
+            momentum = next((kept[i] for i in kept if specs.matrices[i].name == name), None)
             reason = ""
             if momentum is not None:
                 norm = torch.linalg.vector_norm(momentum, math.inf).double()
@@ -323,26 +323,31 @@ class Engine(ABC):
         self._samples = []
         for parameter, box in self.verifier.sample(self._runtime.plan, count):
             shape = specs.parameters[parameter].shape
-            i, matrix = next(
-                (i, m)
-                for i, m in enumerate(specs.matrices)
-                if m.parameter == parameter and m.box(shape) == box
-            )
+            members = ((i, m) for i, m in enumerate(specs.matrices) if m.parameter == parameter)
+            i, matrix = next((i, m) for i, m in members if m.box(shape) == box)
             stored = partial(self.stored, box, parameter)
             before = [part.clone() for _, _, part in stored()]
-            self._samples.append(
-                Sample(
-                    *(matrix, box, *self.whole(parameter), self._kept.whole_of(i), before, stored),
-                    working=self._momentum_dtypes(i)[1],
-                )
-            )
+            whole, kept = self.whole(parameter), self._kept_of(i, matrix)
+            working = self._momentum_dtypes(i)[1]
+            self._samples.append(Sample(matrix, *whole, kept, before, stored, working))
+
+    def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
+        """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""
+        kept, found = [*self._kept.rows([matrix.parameter])], {}
+        shapes = {s.name: s.shape(*matrix.shape) for s in self._rules[self._group_of[i]].state}
+        rows = self._spread(kept)[matrix.parameter]
+        for k in kept:
+            box = next(box for j, _, box in k.places if j == i)
+            own = whole_tensor(rows[k.key])[box.slices()]
+            found[k.key] = own.reshape(1, *shapes[k.key]).clone()
+        return found
 
     def check_sample(self) -> None:
         """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
         what else the verifier does then)."""
         samples, self._samples = self._samples, []
         found = []
-        for s in samples if self._finite else ():
+        for s in samples if self.skips.finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
             how = self._settings.ns_dtype, self._kernels.options
             found += s.deviations(
@@ -353,9 +358,21 @@ class Engine(ABC):
 
     # ---- reading and state ---------------------------------------------------------------
 
-    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
+        self._runtime.synchronize()
+        return {
+            "ns_dtype": dtype_name(self._settings.ns_dtype),
+            "update_rms": self._update_rms(),
+            "finite": bool(self.skips.finite),
+            "skipped": int(self.skips.count),
+            "below_eps": self._message.found.below_eps,
+            "kernels": self._kernels.report(),
+        }
+
+    @abstractmethod
+    def _update_rms(self) -> dict[str, float]:
+        """By the names of the matrices that this rank knows of."""
 
     @abstractmethod
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -365,6 +382,27 @@ class Engine(ABC):
     @abstractmethod
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over saved entries, bit for bit where they have the same precision."""
+
+    def _spread(self, kept: Iterable[AtOwners]) -> dict[int, dict[str, Tensor]]:
+        """What lies with owners as it is saved, distributed by rows: by parameter and key. A
+        collective call where there is something."""
+        rows = self._runtime.rows
+        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for k in kept:
+            once = {box: (i, owner, box) for i, owner, box in reversed(k.places)}
+            found[k.parameter][k.key] = rows.spread(k.shape, k.dtype, [*once.values()], k.here)
+        return found
+
+    def _collect(self, kept: Iterable[AtOwners], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take over what `_spread` gave; where nothing was saved zeros, but masters stay. A
+        collective call."""
+        for k in kept:
+            value = saved.get(self._runtime.parameters[k.parameter], {}).get(k.key)
+            if value is not None:
+                self._runtime.rows.collect(value, k.places, k.here)
+            elif k.key != MASTER:
+                for i in {i for i, _, _ in k.places} & k.here.keys():
+                    k.here[i].zero_()
 
     def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
         """The entries whose masters somebody's writing to weights has outdated. What is kept stays
@@ -397,7 +435,19 @@ def load_entry(
             local_tensor(value).zero_()
 
 
-# ---- what variants keep ------------------------------------------------------------------
+# ---- what lies with owners ---------------------------------------------------------------
+
+
+class AtOwners(NamedTuple):
+    """State of a parameter that lies with the owners of its matrices: its key; shape and dtype as
+    it is saved; who keeps which part of that; what is here, by matrix."""
+
+    parameter: int
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    places: Keepers
+    here: Mapping[int, Tensor]
 
 
 def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]]]:
@@ -415,7 +465,6 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
 class KeptByRules:
     """What variants keep of each matrix, with its owner; nothing where all groups are plain.
 
-    It is saved as one row per parameter, of all of its matrices in their order, whoever owns them.
     Where several groups of ranks hold copies of a parameter, each copy has its own owners.
     """
 
@@ -482,59 +531,20 @@ class KeptByRules:
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
-    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Keepers]]:
-        """What is kept of a parameter, the length of its row, and its places there."""
-        specs, members = self._runtime.plan.specs, self._members[parameter]
-        shape, copies = specs.parameters[parameter].shape, defaultdict(list)
-        for i in members:
-            copies[specs.matrices[i].box(shape)].append(i)
-        for spec in self._rules[self._group_of[members[0]]].state:
-            places, end = [], 0
-            for copy in copies.values():
-                start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
-                places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
-            yield spec, end, places
-
-    def saved(self, parameters: Iterable[int] | None = None) -> dict[int, dict[str, Tensor]]:
-        """As it is saved, by parameter and name, distributed by rows; a collective call where there
-        is something."""
-        rows = self._runtime.rows
-        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    def rows(self, parameters: Iterable[int] | None = None) -> Iterator[AtOwners]:
+        """What is kept of each parameter (None: of all) in one row, of its matrices in order."""
+        specs = self._runtime.plan.specs
         for p in self._members if parameters is None else parameters:
-            for spec, size, places in self._saved(p):
-                once = {box: (i, owner, box) for i, owner, box in reversed(places)}
-                mine = self._flat(spec.name)
-                found[p][spec.name] = rows.spread((size,), spec.dtype, [*once.values()], mine)
-        return found
-
-    def load(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over what was saved, by parameter; zeros where nothing was. A collective call."""
-        for p in self._members:
-            for spec, _, places in self._saved(p):
-                name = spec.name
-                value = saved.get(p, {}).get(name)
-                if value is None:
-                    for i, _, _ in places:
-                        if i in self._tensors[name]:
-                            self._tensors[name][i].zero_()
-                    continue
-                self._runtime.rows.collect(value, places, self._flat(name))
-
-    def _flat(self, name: str) -> dict[int, Tensor]:
-        return {i: tensor.view(-1) for i, tensor in self._tensors[name].items()}
-
-    def whole_of(self, matrix: int) -> dict[str, Tensor]:
-        """What is kept of a matrix, ``[1, ...]``, on every rank; a collective call."""
-        shape, found = self._runtime.plan.specs.matrices[matrix].shape, {}
-        parameter = self._runtime.plan.specs.matrices[matrix].parameter
-        if parameter not in self._members:
-            return {}
-        rows = self.saved([parameter])[parameter]
-        for spec, _, places in self._saved(parameter):
-            box = next(box for i, _, box in places if i == matrix)
-            own = whole_tensor(rows[spec.name])[box.slices()]
-            found[spec.name] = own.reshape(1, *spec.shape(*shape)).clone()
-        return found
+            members, copies = self._members.get(p, []), defaultdict(list)
+            for i in members:
+                copies[specs.matrices[i].box(specs.parameters[p].shape)].append(i)
+            for spec in self._rules[self._group_of[members[0]]].state if members else ():
+                places, end = [], 0
+                for copy in copies.values():
+                    start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
+                    places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
+                here = {i: tensor.view(-1) for i, tensor in self._tensors[spec.name].items()}
+                yield AtOwners(p, spec.name, (end,), spec.dtype, places, here)
 
 
 # ---- times -------------------------------------------------------------------------------
@@ -612,9 +622,9 @@ class StepTelemetry:
         warnings.warn(
             f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms per step on the matrices "
             f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
-            "balanced by prices that are wrong here. Usual causes: a plan or a cost table from "
-            "another machine, an ns_dtype or ns_steps other than what was measured, gradients that "
-            'are missing, or a busy machine. opt.stats()["kernels"] says what ran; '
+            "balanced by prices that are wrong here: from another machine, of another ns_dtype or "
+            "ns_steps; or gradients are missing, or the machine is busy. "
+            'opt.stats()["kernels"] says what ran; '
             'dmuon.dedicate_params(model, costs="measured") plans by the times of this machine',
             stacklevel=2,
         )

@@ -45,11 +45,11 @@ from dmuon.step.operands import BlockState, Operands, at, fill_scaled
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
 from dmuon.tensors import into_range, scale_all
-from dmuon.types import DmuonError, Layout, NewParameters, OwnershipError
+from dmuon.types import Layout, NewParameters, OwnershipError
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
-Gradients = Sequence[Tensor | None]
+Gradients = Mapping[int, Tensor]  # local ones by parameter
 
 
 @dataclass(slots=True)
@@ -82,48 +82,27 @@ class _Arrivals:
     positions: Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``turned`` [b] says
-    which slots hold the transpose (None: none of them).
+    which slots hold the transpose (None: none of them), ``shape`` is that of whole matrices,
+    ``numbers`` [b] say where their norms are, which co-owners need.
 
     Of one that is made and applied here alone, ``parts`` are (first position, part, operands of the
-    part), at position ``first`` and on; ``lr_ratio`` is that of blocks in a block step.
+    part); ``lr_ratio`` is that of blocks in a block step.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        device: torch.device,
-        parts: Sequence[Part] = (),
-        operands: Operands | None = None,
-        first: int = 0,
-        lr_ratio: float = 1.0,
-    ) -> None:
-        self.unit = unit
-        self.lr_ratio = lr_ratio
-        self.index = _index(unit.matrices, device)
-        self.shape = unit.rows, unit.cols  # of whole matrices
-        self.numbers = self.index  # of their norms, where there are co-owners
-        self.turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
-        self.parts: list[tuple[int, Part, Tensor]] = []
-        for part in parts:
-            assert operands is not None
-            start = first + part.position
-            self.parts.append((start, part, operands.stack(start, start + len(part.matrices))))
+    unit: Unit
+    index: Tensor
+    turned: Tensor | None
+    shape: tuple[int, int]
+    numbers: Tensor
+    parts: Sequence[tuple[int, Part, Tensor]]
+    lr_ratio: float
 
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
-    """(matrix, its piece in the buffer) of a message."""
-    for part in message.parts:
-        yield from zip(part.matrices, part.within(buffer).unbind(), strict=True)
-
-
-def _present(grads: Gradients) -> dict[int, Tensor]:
-    return {i: grad for i, grad in enumerate(grads) if grad is not None}
 
 
 class ParamsEngine(Engine):
@@ -135,8 +114,6 @@ class ParamsEngine(Engine):
         runtime, masters = self._runtime, self._settings.master_weights
         self._rank = runtime.transport.rank
         self._outcome = _Outcome()
-        self._grads: list[Tensor | None] = []
-        self._amp = Amp()
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._check_variants()
@@ -190,18 +167,9 @@ class ParamsEngine(Engine):
         state.reserve(every, self._settings.ns_dtype)
         self._operands = operands = Operands(state, self._rules, order, others)
         blocks = [state.blocks[k] for k in operands.order]
-        self._message = VerdictMessage(
-            runtime.plan.specs,
-            runtime.shards,
-            runtime.transport,
-            runtime.device,
-            self._settings.schedule,
-            self._settings.digest,
-            self._group_of,
-            [b.matrix for b in blocks],
-            [b.counts for b in blocks],
-            alike=runtime.plan.layout is Layout.REPLICATED,
-        )
+        how = self._settings.schedule, self._settings.digest, self._group_of
+        matrices, counts = [b.matrix for b in blocks], [b.counts for b in blocks]
+        self._message = VerdictMessage(runtime, runtime.shards, *how, matrices, counts)
         self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
         self._arrivals: list[list[_Arrivals]] = []
         first = 0
@@ -210,33 +178,41 @@ class ParamsEngine(Engine):
             views = bucket.send.split([flat.numel() for _, flat in runs])
             self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
             first += len(matrices)
-            pieces = chain.from_iterable(_pieces(*each) for each in bucket.updates)
-            self._arrivals.append(self._arrivals_of(pieces))
+            self._arrivals.append(self._arrivals_of(bucket.updates))
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
             shapes = [runtime.shards.boxes[i].shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
             held = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)
-            parts = parts_of(runtime.shards, -1, held)
-            self._local.append(_Stack(unit, runtime.device, parts, operands, first))
+            parts = operands.placed(parts_of(runtime.shards, -1, held), first)
+            self._local.append(self._stack(unit, parts))
             first += len(unit.matrices)
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
-        self._owned = {u: _Stack(runtime.units[u], runtime.device) for u in owned}
-        for stack in self._owned.values():
-            if stack.unit.co_owners:
-                long = max(runtime.plan.specs.matrices[stack.unit.matrices[0]].shape)
-                stack.shape = stack.unit.rows, long
-                stack.numbers = self._message.numbers_of(stack.unit.matrices)
+        self._owned = {u: self._stack(runtime.units[u]) for u in owned}
 
-    def _arrivals_of(self, pieces: Iterator[tuple[int, Tensor]]) -> list[_Arrivals]:
-        """(matrix, its update here), by param group, shape and dtype of the matrix."""
+    def _stack(
+        self, unit: Unit, parts: Sequence[tuple[int, Part, Tensor]] = (), lr_ratio: float = 1.0
+    ) -> _Stack:
+        device, matrices = self._runtime.device, self._runtime.plan.specs.matrices
+        index = numbers = _index(unit.matrices, device)
+        shape = unit.rows, unit.cols
+        if unit.co_owners:
+            shape = unit.rows, max(matrices[unit.matrices[0]].shape)
+            numbers = self._message.numbers_of(unit.matrices)
+        turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
+        return _Stack(unit, index, turned, shape, numbers, parts, lr_ratio)
+
+    def _arrivals_of(self, updates: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
+        """What arrives in these buffers, by param group, shape and dtype of the matrix."""
         state, specs = self._state, self._runtime.plan.specs
         alike: dict[tuple[int, int, int, str], list[tuple[int, Tensor]]] = defaultdict(list)
-        for i, update in pieces:
-            k, matrix = state.block_of[i], specs.matrices[i]
-            kind = (state.blocks[k].group, *matrix.shape, matrix.dtype)
-            alike[kind].append((k, update))
+        for buffer, message in updates:
+            for part in message.parts:
+                for i, update in zip(part.matrices, part.within(buffer).unbind(), strict=True):
+                    k, matrix = state.block_of[i], specs.matrices[i]
+                    kind = (state.blocks[k].group, *matrix.shape, matrix.dtype)
+                    alike[kind].append((k, update))
         found = []
         for (group, rows, cols, _), members in alike.items():
             blocks = [k for k, _ in members]
@@ -269,39 +245,34 @@ class ParamsEngine(Engine):
                 part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
                 unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
                 first = self._block_operands.position_of[equal[start]]
-                self._block_stacks.append(
-                    _Stack(unit, self._runtime.device, [part], self._block_operands, first, own)
-                )
+                parts = self._block_operands.placed([part], first)
+                self._block_stacks.append(self._stack(unit, parts, own))
 
     # ---- a step --------------------------------------------------------------------------
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        self._message.raise_noted()
-        self._tell(self._amp)
+        refusal = super().begin(amp, refusal)
         self._outcome.wait()
-        self._amp = amp
-        try:
-            self._runtime.reduce_gradients()
-            self._grads = self._runtime.local_gradients()
-        except DmuonError as error:
-            refusal = refusal or error  # perhaps on this rank alone
-        if refusal is not None:
-            return refusal
-        self._state.begin_step()
-        present = [g for g in self._grads if g is not None]
-        if amp.scale is not None and present:
-            # A tensor, because reading it would wait for the device.
-            scale_all(present, amp.scale.reciprocal().to(present[0].device))
-        return None
+        if refusal is None:
+            self._state.begin_step()
+            grads = [*self._grads.values()]
+            if amp.scale is not None and grads:
+                # A tensor, because reading it would wait for the device.
+                scale_all(grads, amp.scale.reciprocal().to(grads[0].device))
+        return refusal
+
+    def _take_gradients(self) -> None:
+        found = enumerate(self._runtime.local_gradients())
+        self._grads = {i: grad for i, grad in found if grad is not None}
 
     def launch(self, refusal: Exception | None) -> None:
-        grads, self._grads = self._grads, []
+        grads, self._grads = self._grads, {}
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
             if is_full:
                 self._refuse(refusal)
             raise refusal
-        if not any(grad is not None for grad in grads) and not self._settings.schedule.t:
+        if not grads and not self._settings.schedule.t:
             warnings.warn(
                 "dmuon: no parameter has a gradient at the first step. If the model was sharded or "
                 "wrapped since dmuon.Muon got its parameters, they are no longer the model's: pass "
@@ -310,7 +281,7 @@ class ParamsEngine(Engine):
             )
         self._begin_update()
         step = self._full_step if is_full else self._block_step
-        outcome = step(grads, [grad is not None for grad in grads])
+        outcome = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
         if outcome is None or not is_full:
             self._runtime.pass_by()
         self._outcome = outcome or _Outcome(is_full, finite=False)
@@ -318,13 +289,10 @@ class ParamsEngine(Engine):
         if is_full:
             self.skips.late = 0
             if host_can_read(self._runtime.device):
-                self._tell(self._amp)
+                self._tell()
             self.skips.names = []
         elif self._settings.nonfinite == "raise":
             self.skips.late = self.skips.late + skipped
-
-    def update_others(self) -> None:
-        """AdamW ran while the first buckets travelled."""
 
     def finish(self) -> None:
         if self._outcome.full:  # a block step issues no collective, and this may
@@ -339,7 +307,7 @@ class ParamsEngine(Engine):
             refusal.agreed = self._message.all_are_new(vector)
             if refusal.agreed:
                 return
-        spread = self._message.compare(())
+        spread = self._message.compare({})
         if host_can_read(runtime.device):
             return
         self._message.note(vector, spread)
@@ -361,7 +329,7 @@ class ParamsEngine(Engine):
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
-        self._outcome = _Outcome(finite=False)
+        self._outcome, self.skips.finite = _Outcome(), False
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
@@ -372,7 +340,7 @@ class ParamsEngine(Engine):
         inf, late = self._amp.found_inf, self.skips.late
         if isinstance(late, Tensor) or late:
             inf = torch.as_tensor(late, dtype=torch.float64, device=runtime.device)
-        checked = self._checked(_present(grads))
+        checked = self._checked(grads)
         vector, sent = self._message.fill(norms, checked, here, inf)
         work = runtime.all_reduce(sent, "norms")
 
@@ -450,15 +418,9 @@ class ParamsEngine(Engine):
         state, operands = self._state, self._block_operands
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
-        blocks, checked = [state.blocks[k] for k in operands.order], self._checked(_present(grads))
-        verdict = own_verdict(
-            norms,
-            [b.parameter for b in blocks],
-            checked,
-            here,
-            self._amp.found_inf,
-            self._runtime.device,
-        )
+        blocks, checked = [state.blocks[k] for k in operands.order], self._checked(grads)
+        parameters, inf = [b.parameter for b in blocks], self._amp.found_inf
+        verdict = own_verdict(norms, parameters, checked, here, inf, self._runtime.device)
         if verdict is None:
             return None
         scales, matrices = operands.scales(norms, self._hypers), [b.matrix for b in blocks]
@@ -486,17 +448,13 @@ class ParamsEngine(Engine):
         state = self._state
         return {b.matrix: m for b, m in zip(state.blocks, state.momentum, strict=True)}
 
-    def _peers(self, ranks: tuple[int, ...]) -> Peers:
-        exchange = partial(self._runtime.exchange, ranks)
-        return Peers(self._runtime.index_among(ranks), len(ranks), exchange)
-
     def _slices(self, stacks: Iterable[tuple[int, Tensor]]) -> list[tuple[SliceCall, Tensor]]:
-        runtime = self._runtime
-        units = [(runtime.units[u], stack) for u, stack in stacks]
-        return [
-            (SliceCall(self._call(unit), self._peers(unit.co_owners), unit.split), stack)
-            for unit, stack in units
-        ]
+        runtime, found = self._runtime, []
+        for u, stack in stacks:
+            unit, ranks = runtime.units[u], runtime.units[u].co_owners
+            peers = Peers(runtime.index_among(ranks), len(ranks), partial(runtime.exchange, ranks))
+            found.append((SliceCall(self._call(unit), peers, unit.split), stack))
+        return found
 
     def _squares(self, stack: _Stack, update: Tensor) -> Tensor:
         """The mean squares of the updates of a unit, ``[b]``; of a slice its share of them."""
@@ -550,16 +508,15 @@ class ParamsEngine(Engine):
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
         """The gradients of AdamW's parameters: one that is missing here counts as zero where it is
         not missing everywhere."""
-        found = {}
-        for i, p in chain.from_iterable(self._adamw.values()):
-            grad = grads[i]
-            if verdict.stays.get(i) is not True:
-                found[i] = torch.zeros_like(local_tensor(p)) if grad is None else grad
-        return found
+        return {
+            i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))
+            for i, p in chain.from_iterable(self._adamw.values())
+            if verdict.stays.get(i) is not True
+        }
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         p = self._runtime.parameters[parameter]
-        grad = self._grads[parameter] if self._grads else None
+        grad = self._grads.get(parameter)
         local = torch.zeros_like(local_tensor(p)) if grad is None else grad
         momentum = self._optimizer.state[p][MOMENTUM]
         return whole_tensor(momentum).clone(), whole_tensor(distributed_as(p, local))
@@ -577,21 +534,15 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        self._runtime.synchronize()
+        of_step = {"full_step": self._outcome.full, "step_bytes": self.step_bytes()}
+        return super().stats() | of_step
+
+    def _update_rms(self) -> dict[str, float]:
         outcome = self._outcome
         outcome.wait()
         names = [m.name for m in self._runtime.plan.specs.matrices]
         values = [] if outcome.squares is None else outcome.squares.sqrt().tolist()
-        return {
-            "update_rms": {names[i]: v for i, v in zip(outcome.matrices, values)},
-            "full_step": outcome.full,
-            "finite": bool(outcome.finite),
-            # Wholly or in part, because of non-finite gradients.
-            "skipped": int(self.skips.count),
-            "below_eps": self._message.found.below_eps,
-            "step_bytes": self.step_bytes(),
-            "kernels": self._kernels.report(),
-        }
+        return {names[i]: v for i, v in zip(outcome.matrices, values)}
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
@@ -628,7 +579,7 @@ class ParamsEngine(Engine):
             return found
         self._runtime.transport.meet("opt.state_dict()")
         is_whole = self._runtime.plan.layout is Layout.REPLICATED
-        for i, kept in self._kept.saved().items():
+        for i, kept in self._spread(self._kept.rows()).items():
             p = parameters[i]
             kept = {k: whole_tensor(v) for k, v in kept.items()} if is_whole else kept
             found[p] = {**self._optimizer.state[p], **found.get(p, {}), **kept}
@@ -638,4 +589,4 @@ class ParamsEngine(Engine):
         parameters = self._runtime.parameters
         for p in parameters:
             load_entry(p, self._optimizer.state[p], saved.get(p, {}), self._kept.names)
-        self._kept.load({i: saved.get(p, {}) for i, p in enumerate(parameters)})
+        self._collect(self._kept.rows(), saved)

@@ -8,7 +8,7 @@ call: norms, scaling, casts, masks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
+from dmuon.comm.routes import Part
 from dmuon.devices import host_can_read
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule
@@ -93,7 +94,7 @@ class BlockState:
         kept = {m.parameter: dtypes(i)[0] for i, m in enumerate(runtime.plan.specs.matrices)}
         for i in self._muon:
             p = runtime.parameters[i].detach()
-            entry = self._entry(i)
+            entry = optimizer.state[runtime.parameters[i]]
             if MOMENTUM in entry:  # it plans again
                 continue
             if masters and p.dtype.itemsize < 4:
@@ -137,10 +138,6 @@ class BlockState:
 
     # ---- views ---------------------------------------------------------------------------
 
-    def _entry(self, parameter: int) -> dict[str, Tensor]:
-        entry: dict[str, Tensor] = self._optimizer.state[self._runtime.parameters[parameter]]
-        return entry
-
     def _of_blocks(self, whole: Mapping[int, Tensor]) -> list[Tensor]:
         """The view of every block in the local tensor of its parameter."""
         return [
@@ -152,26 +149,24 @@ class BlockState:
         """Find where weights and momentum lie."""
         self._version = self._runtime.locals.version
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
-        entries = {i: self._entry(i) for i in self._muon}
+        entries = {i: self._optimizer.state[self._runtime.parameters[i]] for i in self._muon}
+        momentum = {i: stored_tensor(entry[MOMENTUM]) for i, entry in entries.items()}
         self.weights = self.targets = self._of_blocks(weights)
-        self.momentum = self._of_blocks(
-            {i: stored_tensor(entry[MOMENTUM]) for i, entry in entries.items()}
-        )
+        self.momentum = self._of_blocks(momentum)
         if any(MASTER in entry for entry in entries.values()):
-            self.targets = self._of_blocks(
-                {i: stored_tensor(e.get(MASTER, weights[i])) for i, e in entries.items()}
-            )
+            targets = {i: stored_tensor(e.get(MASTER, weights[i])) for i, e in entries.items()}
+            self.targets = self._of_blocks(targets)
 
     def begin_step(self) -> None:
         """Someone may have moved a parameter's storage."""
         if self._version != self._runtime.locals.version:
             self._look_up()
 
-    def gradients_of_blocks(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def gradients_of_blocks(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
         """The gradient of every block, zeros where there is none, from local ones by parameter."""
         found = []
         for k, b in enumerate(self.blocks):
-            grad = grads[b.parameter]
+            grad = grads.get(b.parameter)
             if grad is None:
                 grad = self.momentum[k].new_zeros(()).expand(self.momentum[k].shape)
             elif b.index is not None:
@@ -248,10 +243,9 @@ class Operands:
         self._chunks = []
         for first, last in _cuts(kinds, self._sizes, state.chunk_bytes):
             group, dtype, has_operand = kinds[first]
-            here = range(first, last) if has_operand else ()
-            stacks = [self.stack(n, n + 1)[0] for n in here]
-            runs = self.runs(first, last) if has_operand else []
-            blocks = self.order[first:last]
+            end = last if has_operand else first
+            stacks = [self.stack(n, n + 1)[0] for n in range(first, end)]
+            runs, blocks = self.runs(first, end), self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
@@ -267,6 +261,11 @@ class Operands:
         flat = self._state.workspace[dtype]
         numel = (last - first) * shape.numel()
         return flat.narrow(0, self._starts[first], numel).view(last - first, *shape)
+
+    def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, Tensor]]:
+        """(first position, part, its operands) of the parts of a batch that begins at ``first``."""
+        starts = [(first + part.position, part) for part in parts]
+        return [(n, part, self.stack(n, n + len(part.matrices))) for n, part in starts]
 
     def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
         """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
@@ -297,12 +296,8 @@ class Operands:
             is_narrow = operands[0].dtype is not chunk.dtype
             if is_narrow:
                 runs, operands = self.copies[number]
-            self._rules[chunk.group].operands(
-                operands,
-                [momentum[k] for k in chunk.blocks],
-                [grads[k] for k in chunk.blocks],
-                hypers[chunk.group],
-            )
+            buffers, found = ([each[k] for k in chunk.blocks] for each in (momentum, grads))
+            self._rules[chunk.group].operands(operands, buffers, found, hypers[chunk.group])
             for first, flat in runs:
                 norms_into(norms.narrow(0, first, len(flat)), flat, exact=not on_host)
             if is_narrow:

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.consensus import different, refused
-from dmuon.comm.transport import Transport
+from dmuon.comm.layout import LayoutRuntime
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.period import Schedule, is_exchange_step
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.types import ConsensusError, HyperDigest, OwnershipError
+from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
@@ -71,7 +71,7 @@ class Fields:
     copies, by parameter.
 
     This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
-    whose norms travel, and the numbers of these; ``counted`` the same of the replica that counts.
+    whose norms travel, and where these norms are; ``counted`` the same of the replica that counts.
     """
 
     def __init__(
@@ -104,11 +104,13 @@ class Fields:
         def index(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        def with_norms(positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+            return index(positions), index([norm_of[matrices[n]] for n in positions])
+
         travels = [n for n, i in enumerate(matrices) if i in norm_of]
-        counted = [n for n in travels if counts[n]]
         here = [n for n, i in enumerate(matrices) if i not in norm_of]
-        self.travels = index(travels), index([norm_of[matrices[n]] for n in travels])
-        self.counted = index(counted), index([norm_of[matrices[n]] for n in counted])
+        self.travels = with_norms(travels)
+        self.counted = with_norms([n for n in travels if counts[n]])
         # Matrices whose norms do not travel, and their positions.
         self.not_sent = [matrices[n] for n in here], index(here)
         self.block_flag_index = index(self.block_flags)
@@ -130,31 +132,28 @@ class Findings:
 class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
-    ``counts``: which blocks are those of the replica that counts. ``alike``: gradients that only
-    some ranks have, or that differ, are an error. Without ``shards``, where owners have the
-    gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
-    known.
+    ``counts``: which blocks are those of the replica that counts. Without ``shards``, where owners
+    have the gradients, every matrix has a norm, only to say which are not finite; who has a
+    gradient is known.
     """
 
     def __init__(
         self,
-        specs: ModelSpecs,
+        runtime: LayoutRuntime,
         shards: ShardMap | None,
-        transport: Transport,
-        device: torch.device,
         schedule: Schedule,
         digest: HyperDigest,
         group_of: Sequence[int],
         matrices: Sequence[int],
         counts: Sequence[bool],
-        *,
-        alike: bool = False,
     ) -> None:
-        self._specs, self._transport = specs, transport
+        self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
-        self._fields = Fields(specs, shards, transport.rank, device, matrices, counts)
-        self._has_norms, self._on_host = shards is not None, host_can_read(device)
-        self._alike = [p.name for p in specs.parameters] if alike and transport.world > 1 else []
+        self._fields = Fields(specs, shards, transport.rank, runtime.device, matrices, counts)
+        self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
+        # Parameters of which gradients that some ranks lack, or that differ, are an error.
+        is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1
+        self._alike = [p.name for p in specs.parameters] if is_alike else []
         self._compared = 0  # steps whose gradients could be compared with other ranks'
         self.found = Findings()
         self._noted: HostCopy | None = None  # of what is an error on all ranks
@@ -162,7 +161,7 @@ class VerdictMessage:
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
         empty = torch.zeros(self._fields.size, dtype=torch.float64)
         empty[self._fields.flags] = 1.0
-        self._empty = empty.to(device)
+        self._empty = empty.to(runtime.device)
         self._expected = self._empty  # the last fields' sum where nothing is wrong
 
     # ---- what is sent --------------------------------------------------------------------
@@ -231,7 +230,7 @@ class VerdictMessage:
 
     def _blank(self) -> Tensor:
         end, vector = self._fields.end, self._empty.clone()
-        self._said = self._schedule.t, [*self._digest.texts]
+        self._said = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
         vector[end + _SQUARE].fill_(number * number)
@@ -239,7 +238,7 @@ class VerdictMessage:
             self._expected = vector[end : end + _NEW] * self._transport.world
         return vector
 
-    def compare(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+    def compare(self, grads: Mapping[int, Tensor]) -> Tensor | None:
         """How far each gradient differs between ranks, as a share of its mean square, float64, in
         the first steps and then rarely; None else. A collective call, also of ranks that refuse.
 
@@ -253,10 +252,10 @@ class VerdictMessage:
             return None
         shape = len(self._alike), _SAMPLED
         found = torch.zeros(shape, dtype=torch.float64, device=self._empty.device)
-        for own, grad in zip(found, grads):
-            if grad is not None and grad.numel():
+        for i, grad in grads.items():
+            if grad.numel():
                 values = sample(grad, _SAMPLED)
-                own[: len(values)].copy_(values)
+                found[i, : len(values)].copy_(values)
         sums = torch.stack([found, found.square()])
         self._transport.all_reduce(sums, tag="gradients alike").wait()
         mean, square = sums.div_(self._transport.world)
@@ -367,11 +366,10 @@ class VerdictMessage:
         for name, flag in zip(self._alike, fields.flags):
             if 0 < values[flag] < world:
                 raise OwnershipError(
-                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} "
-                    "ranks. In the 'replicated' layout p.grad must be the average over all "
-                    "ranks, on all of them, zeros where a rank has none: average with "
-                    "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
-                    "was changed"
+                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} ranks. In "
+                    "the 'replicated' layout p.grad must be the average over all ranks, on all of "
+                    "them: average with DistributedDataParallel, and clear gradients on all ranks "
+                    "alike. Nothing was changed"
                 )
         self._note_below_eps(norms, int(last[_BELOW]))
         spread = values[fields.sent :]
@@ -379,12 +377,11 @@ class VerdictMessage:
             raise OwnershipError(
                 "gradients differ between ranks: that of parameter "
                 f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
-                "'replicated' layout p.grad must be the average over all ranks, and here nobody "
-                "averages it. Wrap the model: torch.nn.parallel.DistributedDataParallel(model) "
-                "(wrap it again after unfreezing; the last backward before a step outside of "
-                "no_sync); or let dmuon average: dmuon.dedicate_params(model, "
-                "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
-                "Nothing was changed"
+                "'replicated' layout p.grad must be the average over all ranks. Wrap the model: "
+                "torch.nn.parallel.DistributedDataParallel(model) (wrap it again after "
+                "unfreezing; the last backward outside of no_sync); or let dmuon average: "
+                "dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner="
+                "True)) before dmuon.Muon(model). Nothing was changed"
             )
 
     def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
@@ -401,22 +398,14 @@ class VerdictMessage:
 
     def _raise_difference(self) -> None:
         """Raise ConsensusError, on every rank, with what differs in the last message."""
-        steps, groups = zip(*self._transport.gather_objects(self._said))
+        steps, texts = zip(*self._transport.gather_objects(self._said))
         counts = different([{"the count": str(step)} for step in steps])
         if counts:
             raise ConsensusError(
-                f"ranks take full steps at different step counts ({counts}): a period that is a "
-                "function must depend on the step count alone, and all ranks must load the same "
-                "state and call opt.step() equally often. Nothing was changed"
+                f"ranks take full steps at different step counts ({counts}): a function as period "
+                "must depend on the step count alone, and all ranks must load the same state and "
+                "call opt.step() equally often. Nothing was changed"
             )
-        texts = [
-            {
-                f"{k} of opt.param_groups[{n}]": v
-                for n, each in enumerate(all_)
-                for k, v in each.items()
-            }
-            for all_ in groups
-        ]
         raise ConsensusError(
             f"ranks take this step with different hyperparameters: {different(texts)}. Set the "
             "same on all of them; schedulers must see the same on all (ReduceLROnPlateau: the mean "
@@ -427,13 +416,8 @@ class VerdictMessage:
 
     def names_below_eps(self) -> Iterator[str]:
         """Of those that this rank knows; reads what has been sent last."""
-        matrices, (numbers, flags) = self._specs.matrices, self.found.below_here
-        yield from (matrices[i].name for i in self.found.below)
-        yield from (matrices[i].name for i, f in zip(numbers, HostCopy(flags).read()) if f)
-
-    def suspects(self) -> Iterator[str]:
-        """The names of what is not finite in this rank's part of the last message; reads it."""
-        return suspects(self._specs, self.found.not_finite)
+        yield from (self._specs.matrices[i].name for i in self.found.below)
+        yield from suspects(self._specs, [self.found.below_here])
 
 
 def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:
@@ -465,16 +449,20 @@ def own_verdict(
     on_host = host_can_read(device)
     if on_host and bool(overflow):
         return None
-    found = (norms, *(peaks for _, peaks in checked))
-    finite = torch.stack([values.isfinite().all().to(device) for values in found]).all()
-    finite.logical_and_(overflow.logical_not())
-    bad = norms.isfinite().logical_not_().logical_or_(overflow.to(norms.device))
+
+    def not_finite(values: Tensor) -> Tensor:
+        return values.isfinite().logical_not_().logical_or_(overflow.to(values.device))
+
+    bad = not_finite(norms)
+    of_others = [(some, not_finite(peaks)) for some, peaks in checked]
+    every = [bad, *(flags for _, flags in of_others)]
+    any_bad = torch.stack([flags.any().to(device) for flags in every]).any()
+    finite = any_bad.logical_or_(overflow).logical_not_()
     for n, p in enumerate(parameters):
         if not here[p]:
             bad[n].fill_(True)
     stays: dict[int, bool | Tensor] = {p: True for p, is_here in enumerate(here) if not is_here}
-    for some, peaks in checked:
-        flags = peaks.isfinite().logical_not_().logical_or_(overflow.to(peaks.device))
+    for some, flags in of_others:
         if on_host:
             stays |= {p: True for p, flag in zip(some, flags.tolist()) if flag}
         else:

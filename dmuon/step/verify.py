@@ -71,8 +71,44 @@ class Verifier:
         return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
 
     def judge(self, found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
-        """See `compare`."""
-        compare(found, plan, transport)
+        """Exchange what was found; a collective call.
+
+        Raises:
+            CorruptionError: on every rank, if any stores a wrong weight.
+        """
+        parts: dict[int, dict[Box, dict[int, Finding]]] = {}
+        for rank, report in enumerate(transport.gather_objects(found)):
+            for part in report:
+                parts.setdefault(part.matrix, {}).setdefault(part.box, {})[rank] = part
+        for i, boxes in parts.items():
+            far = {r for ranks in boxes.values() for r, part in ranks.items() if not part.far <= 1}
+            unequal = _odd_ranks(boxes, "checksum")
+            if not far and not unequal:
+                continue
+            # A rank that began with something else finds that the others are wrong.
+            for what in "momentum", "gradient":
+                suspects = _odd_ranks(boxes, what)
+                if suspects:
+                    found_there = f"its {what} of before the step was another one there already"
+                    break
+            else:
+                suspects, found_there = far or unequal, "they are other ones there"
+            owners = next(batch.ranks for batch in plan.batches if i in batch.matrices)
+            by = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
+            where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
+            everyone = {r for ranks in boxes.values() for r in ranks}
+            if suspects == far == everyone:
+                who = "its owner" if len(owners) == 1 else "one of its co-owners"
+                where = f"on all ranks that store it, so most likely by {who}, {by}"
+            elif suspects == everyone:
+                where += ", and which of these ranks is right cannot be told"
+            name = plan.specs.matrices[i].name
+            raise CorruptionError(
+                f"verify_every: the weights of matrix {name!r}, updated by {by}, are not "
+                f"what gradient, momentum and weights of before give, {where}. Something "
+                "there corrupts data silently (memory, a core, a link), or it was written to. Go "
+                "on from the last checkpoint, without that machine"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,7 +118,6 @@ class Sample:
     advanced in dtype ``working``."""
 
     matrix: MatrixSpec
-    box: Box
     momentum: Tensor
     gradient: Tensor
     kept: Mapping[str, Tensor]
@@ -99,21 +134,15 @@ class Sample:
         kernels: KernelOptions,
     ) -> list[Finding]:
         """Of each part that is stored here."""
-        matrix, working = self.matrix, self.working
-        operand = momentum_update(
-            matrix.view(self.momentum).to(working, copy=True),
-            matrix.view(self.gradient).to(working),
-            hyper,
-        )
+        matrix = self.matrix
+        momentum, gradient = matrix.view(self.momentum), matrix.view(self.gradient)
+        advanced = momentum.to(self.working, copy=True)
+        operand = momentum_update(advanced, gradient.to(self.working), hyper)
         update = newton_schulz(
-            operand.reshape(matrix.rows, matrix.cols),
-            steps=group["ns_steps"],
-            coefficients=group["ns_coefficients"],
-            dtype=ns_dtype,
-            eps=group["eps"],
-            method=kernels.method,
-            backend=kernels.backend,
-        )
+            operand.reshape(matrix.rows, matrix.cols), dtype=ns_dtype, eps=group["eps"],
+            steps=group["ns_steps"], coefficients=group["ns_coefficients"],
+            method=kernels.method, backend=kernels.backend,
+        )  # fmt: skip
         if not rule.is_plain:
             rule.accepted(update.unsqueeze(0), self.kept)
         whole = update.new_zeros(self.momentum.shape)
@@ -122,7 +151,7 @@ class Sample:
         lr = hyper.adjusted(matrix.rows, matrix.cols)
         has_gradient = bool(self.gradient.count_nonzero())
         tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
-        sums = _checksum(matrix.view(self.momentum)), _checksum(matrix.view(self.gradient))
+        sums = _checksum(momentum), _checksum(gradient)
         found = []
         for (i, box, now), before in zip(self.stored(), self.before, strict=True):
             expected = before
@@ -146,47 +175,6 @@ def _checksum(values: Tensor) -> int:
     bits = values.contiguous().view(kind).flatten().long()
     places = torch.arange(1, len(bits) + 1, device=bits.device)
     return int((bits * places).sum())
-
-
-def compare(found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
-    """Exchange what was found; a collective call.
-
-    Raises:
-        CorruptionError: on every rank, if any stores a wrong weight.
-    """
-    parts: dict[int, dict[Box, dict[int, Finding]]] = {}
-    for rank, report in enumerate(transport.gather_objects(found)):
-        for part in report:
-            parts.setdefault(part.matrix, {}).setdefault(part.box, {})[rank] = part
-    for i, boxes in parts.items():
-        far = {r for ranks in boxes.values() for r, part in ranks.items() if not part.far <= 1}
-        unequal = _odd_ranks(boxes, "checksum")
-        if not far and not unequal:
-            continue
-        # A rank that began with something else finds that the others are wrong.
-        for what in "momentum", "gradient":
-            suspects = _odd_ranks(boxes, what)
-            if suspects:
-                found_there = f"its {what} of before the step was another one there already"
-                break
-        else:
-            suspects, found_there = far or unequal, "they are other ones there"
-        owners = next(batch.ranks for batch in plan.batches if i in batch.matrices)
-        by = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
-        where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
-        everyone = {r for ranks in boxes.values() for r in ranks}
-        if suspects == far == everyone:
-            who = "its owner" if len(owners) == 1 else "one of its co-owners"
-            where = f"on all ranks that store it, so most likely by {who}, {by}"
-        elif suspects == everyone:
-            where += ", and which of these ranks is right cannot be told"
-        name = plan.specs.matrices[i].name
-        raise CorruptionError(
-            f"verify_every: the weights of matrix {name!r}, updated by {by}, are not "
-            f"what gradient, momentum and weights of before give, {where}. Something "
-            "there corrupts data silently (memory, a core, a link), or it was written to. Go "
-            "on from the last checkpoint, without that machine"
-        )
 
 
 def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], what: str) -> set[int]:
