@@ -46,9 +46,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.api
+from tests.distributed.layouts import Layout
 from tests.distributed.test_checkpoints import CASES as SMALL
 from tests.distributed.test_checkpoints import Training
-from tests.distributed.twins import Layout
 from tests.fixed_costs import analytic_costs
 from tests.internals import C10dTransport, IssuedWork, Orthogonalizer
 

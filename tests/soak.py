@@ -37,8 +37,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 from dmuon.dtensors import local_tensor
+from tests.distributed.layouts import Layout, in_ddp, mesh_of, sharded
 from tests.distributed.models import Net, batch, loss_of
-from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp, mesh_of, sharded
+from tests.distributed.twins import BlockReference, Trained
 from tests.poison import Poison
 
 STEPS = 40  # of a phase

@@ -1,4 +1,7 @@
-"""Checkpoints of every layout in every layout: what is saved in one trains on in any other."""
+"""Checkpoints: what is saved in one layout trains on in any other; `test_variants` tries each pair.
+
+`python -m tests.distributed.test_checkpoints` prints how far they are apart.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,17 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
-from tests.distributed.harness import Pools
-from tests.distributed.twins import REDUCING, Layout, Trained, assert_bitwise
+from tests.distributed.compare import assert_bitwise
+from tests.distributed.harness import Pools, distributed
+from tests.distributed.layouts import REDUCING, Layout, in_ddp
+from tests.distributed.twins import Trained
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
-SAVED_AT, STEPS = 3, 5  # steps before and after
+SAVED_AT, STEPS = 3, 2  # steps before and after
 BATCHES = 12  # sequences of all ranks in a step: the same gradient on 1, 2, 3 and 4 data ranks
 
 
 # ---- layouts ---------------------------------------------------------------------------------
-
-
-def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -62,9 +63,9 @@ DEDICATED: dict[str, Any] = {"layout": "dedicated"}
 HSDP: dict[str, Any] = {"mesh": (2, 2), "axes": ("replicate", "shard")}
 CASES = {
     "single": Layout((1,)),
-    "ddp": Layout((2,), wrap=_ddp),
+    "ddp": Layout((2,), wrap=in_ddp),
     "reduce_to_owner": Layout((2,), own=REDUCED),
-    "reduce_to_owner ddp": Layout((3,), wrap=_ddp, own=REDUCED),
+    "reduce_to_owner ddp": Layout((3,), wrap=in_ddp, own=REDUCED),
     "dedicated": Layout((2,), own=DEDICATED),
     "dedicated fsdp": Layout((3,), own=DEDICATED, shard_rest=True),
     "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
@@ -76,7 +77,11 @@ CASES = {
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
     "ep": Layout((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),
 }
-WORLDS = sorted({case.world for case in CASES.values()})
+
+
+def cases(*names: str) -> pytest.MarkDecorator:
+    """A test of each of these layouts."""
+    return pytest.mark.parametrize(("name", "world"), [(n, CASES[n].world) for n in names])
 
 
 class Training(Trained):
@@ -111,30 +116,34 @@ class Training(Trained):
         self.schedule.last_epoch = SAVED_AT
 
 
-# ---- every layout's in every layout ----------------------------------------------------------
+# ---- from one to another ---------------------------------------------------------------------
 
 
-def save(rank: int, world: int, name: str, folder: str) -> None:
-    """A checkpoint, and the weights of a run that goes on without it."""
-    training = Training(CASES[name])
+def save(rank: int, world: int, name: str, folder: str, **settings: Any) -> None:
+    """A checkpoint, all that is in it, and the weights of a run that goes on without it."""
+    training = Training(CASES[name], **settings)
     training.train(range(SAVED_AT))
     training.save(f"{folder}/{name}")
+    saved = training.whole()
     training.train(range(SAVED_AT, SAVED_AT + STEPS))
     found = training.weights()
     if rank == 0:
+        torch.save(saved, f"{folder}/{name}.state.pt")
         torch.save(found, f"{folder}/{name}.pt")
     training.close()
 
 
 def load(
-    rank: int, world: int, name: str, folder: str, others: Sequence[str] = tuple(CASES)
+    rank: int, world: int, name: str, folder: str, others: Sequence[str], **settings: Any
 ) -> dict[str, float]:
-    """The largest difference after going on from each checkpoint; of its own bitwise."""
-    training = Training(CASES[name], seed=1)
+    """Each checkpoint is taken over to the bit; the largest differences after going on from it."""
+    training = Training(CASES[name], seed=1, **settings)
     training.train(range(1))  # it has learnt something else
     found = {}
     for other in others:
         training.load(f"{folder}/{other}")
+        saved = torch.load(f"{folder}/{other}.state.pt")
+        assert_bitwise(training.whole()["optim"]["state"], saved["optim"]["state"], other)
         training.train(range(SAVED_AT, SAVED_AT + STEPS))
         expected, weights = torch.load(f"{folder}/{other}.pt"), training.weights()
         assert weights.keys() == expected.keys()
@@ -143,43 +152,22 @@ def load(
     return found
 
 
-@pytest.fixture(scope="module")
-def checkpoints(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
-    for name, case in CASES.items():
-        pools(case.world).run(__name__, "save", {"name": name, "folder": folder})
-    return folder
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_layout_goes_on_from_the_checkpoints_of_others(
-    pools: Pools, checkpoints: str, name: str
-) -> None:
-    """Its own and two others', so that each is loaded by two others; `_table` does all."""
-    names, number = list(CASES), list(CASES).index(name)
-    others = [names[(number + n) % len(names)] for n in (0, 5, 8)]
-    arguments = {"name": name, "folder": checkpoints, "others": others}
-    for found in pools(CASES[name].world).run(__name__, "load", arguments):
-        assert list(found) == others
-        assert max(found.values()) <= 1e-6, found
-        assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
-
-
 # ---- DDP forms its buckets anew after the first backward -----------------------------------------
 
 
-def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
-    """The largest difference of a resumed run, by what is done about DDP's buckets."""
+@distributed(3)
+def test_going_on_under_ddp(rank, world, tmp_path):
+    """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
 
     def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return DistributedDataParallel(model, find_unused_parameters=way == "unused")
 
     found = {}
     for way in ("nothing", "backward", "unused"):
-        case = Layout((world,), wrap=ddp)
+        case, folder = Layout((world,), wrap=ddp), str(tmp_path / way)
         training = Training(case)
         training.train(range(SAVED_AT))
-        training.save(f"{folder}/{way}")
+        training.save(folder)
         training.train(range(SAVED_AT, SAVED_AT + STEPS))
         expected = training.weights()
         training.close()
@@ -187,19 +175,13 @@ def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
         if way == "backward":
             loss_of(training.model, batch(0, rank)).backward()
             training.opt.zero_grad()
-        training.load(f"{folder}/{way}")
+        training.load(folder)
         training.train(range(SAVED_AT, SAVED_AT + STEPS))
         weights = training.weights()
         found[way] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
         training.close()
-    return found
-
-
-def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None:
-    """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
-    for found in pools(3).run(__name__, "resume_ddp", {"folder": str(tmp_path)}):
-        assert found.pop("nothing") <= 1e-6
-        assert found == {"backward": 0.0, "unused": 0.0}
+    assert found.pop("nothing") <= 1e-6
+    assert found == {"backward": 0.0, "unused": 0.0}
 
 
 # ---- what is saved is what is there afterwards -----------------------------------------------
@@ -207,14 +189,15 @@ def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None
 MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
 
 
-def masters_travel(rank: int, world: int, folder: str) -> None:
+@distributed(2)
+def test_masters_travel_between_layouts(rank, world, tmp_path):
     """Half-precision weights and what is kept behind them, from every layout to every other."""
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
     expected = {}
     for name in MASTERS:
         training = Training(CASES[name], **settings)
         training.train(range(2))
-        training.save(f"{folder}/{name}")
+        training.save(str(tmp_path / name))
         expected[name] = training.whole()
         entry = expected[name]["optim"]["state"]["blocks.0.mix.weight"]
         assert entry["master_weight"].dtype == entry["momentum_buffer"].dtype == torch.float32
@@ -222,15 +205,10 @@ def masters_travel(rank: int, world: int, folder: str) -> None:
     for name in MASTERS:
         training = Training(CASES[name], seed=1, **settings)
         for other in MASTERS:
-            training.load(f"{folder}/{other}")
+            training.load(str(tmp_path / other))
             assert_bitwise(training.whole(), expected[other], f"{name} {other}")
             training.train(range(1))
         training.close()
-
-
-def test_masters_travel_between_layouts(pools: Pools, tmp_path_factory: Any) -> None:
-    folder = str(tmp_path_factory.mktemp("masters"))
-    pools(2).run(__name__, "masters_travel", {"folder": folder})
 
 
 # ---- torch's options -------------------------------------------------------------------------
@@ -248,7 +226,12 @@ OPTIONS = {
 }
 
 
-def through_options(rank: int, world: int, name: str) -> None:
+OWNERS = [name for name, laid in CASES.items() if laid.own]
+
+
+@cases("ddp", *OWNERS, "fsdp2", "tp+fsdp")
+@distributed()
+def test_torchs_options_give_and_take_the_state(rank, world, name):
     """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit."""
     first = Training(CASES[name])
     first.train(range(SAVED_AT))
@@ -281,14 +264,6 @@ def through_options(rank: int, world: int, name: str) -> None:
     again.close()
 
 
-OWNERS = [name for name, laid in CASES.items() if laid.own]
-
-
-@pytest.mark.parametrize("name", ["ddp", *OWNERS, "fsdp2", "tp+fsdp"])
-def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
-    pools(CASES[name].world).run(__name__, "through_options", {"name": name})
-
-
 # ---- files, and saves beside training ----------------------------------------------------
 
 
@@ -300,15 +275,17 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def beside_training(rank: int, world: int, name: str, folder: str) -> None:
+@cases("ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep")
+@distributed()
+def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name, tmp_path):
     """A save that begins while updates travel and ends when training has gone on."""
-    first = Training(CASES[name], publish="async")
+    first, folder = Training(CASES[name], publish="async"), str(tmp_path)
     first.train(range(SAVED_AT))
     group = dist.new_group()  # what the save exchanges must not cross with what training does
     future = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
     first.opt.synchronize()
     expected = first.whole()
-    first.train(range(SAVED_AT, STEPS))
+    first.train(range(SAVED_AT, SAVED_AT + STEPS))
     straight = first.weights()
     future.result()
     dist.destroy_process_group(group)
@@ -316,7 +293,7 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
     again = Training(CASES[name], seed=1, publish="async")
     again.load(folder)
     assert_bitwise(again.whole(), expected, name)
-    again.train(range(SAVED_AT, STEPS))
+    again.train(range(SAVED_AT, SAVED_AT + STEPS))
     assert_bitwise(again.weights(), straight, name)
 
     for what, value in {
@@ -330,17 +307,6 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
     assert_bitwise(again.whole()["optim"], first.whole()["optim"], name)
     first.close()
     again.close()
-
-
-KINDS = ["ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep"]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_saved_beside_training_and_loaded_without_code(
-    pools: Pools, tmp_path: Path, name: str
-) -> None:
-    arguments = {"name": name, "folder": str(tmp_path)}
-    pools(CASES[name].world).run(__name__, "beside_training", arguments)
 
 
 # ---- MuonBP ------------------------------------------------------------------------------
@@ -386,20 +352,20 @@ def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: 
 
 
 def _table() -> None:
-    """The largest differences, as Markdown; `python -m tests.distributed.test_checkpoints`."""
-    module, pools = "tests.distributed.test_checkpoints", Pools()
-    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in CASES))
-    print("|---|" + "---|" * len(CASES))
+    """The largest differences, as Markdown."""
+    module, pools, names = "tests.distributed.test_checkpoints", Pools(), list(CASES)
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             pools(case.world).run(module, "save", {"name": name, "folder": folder})
-        found = {}
+        arguments, found = {"folder": folder, "others": names}, {}
         for name, case in CASES.items():
-            ranks = pools(case.world).run(module, "load", {"name": name, "folder": folder})
-            found[name] = {other: max(r[other] for r in ranks) for other in CASES}
+            ranks = pools(case.world).run(module, "load", {"name": name, **arguments})
+            found[name] = {other: max(r[other] for r in ranks) for other in names}
     pools.close()
-    for saved in CASES:
-        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in CASES)
+    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in names))
+    print("|---|" + "---|" * len(names))
+    for saved in names:
+        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in names)
         print(f"| {saved} |", *(f"{cell} |" for cell in cells))
 
 

@@ -13,11 +13,13 @@ import pytest
 import torch.distributed as dist
 
 import dmuon
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Ordered
-from tests.distributed.twins import FSDP, KEPT, PLAIN, REDUCED, both, gathered, layouts
+from tests.distributed.twins import both
 from tests.internals import C10dTransport, Work
-from tests.transports import DelayingTransport, Event, RecordingTransport
+from tests.transports import Event, RecordingTransport
 
 # One collective: the number of its process group, the ranks in it, and what it does.
 Entry = tuple[int, tuple[int, ...], Event]
@@ -48,13 +50,13 @@ class Late(Doubtful):
 
 
 @dataclass
-class Recorder(DelayingTransport):
+class Recorder(RecordingTransport):
     """Notes every collective together with its process group."""
 
     chance: random.Random = field(default_factory=random.Random)
     work: type[Doubtful] = Doubtful
 
-    def _delayed(self, work: Work) -> Work:
+    def wrapped(self, work: Work, tag: str) -> Work:
         return self.work(work, self.chance)
 
 
@@ -111,21 +113,21 @@ def assert_one_order(logs: list[list[Entry]]) -> None:
 
 
 @contextmanager
-def logged(build=Net, layout=PLAIN, *, seed=0, work=Late, **kwargs):
+def logged(build=Net, layout="dedicated", *, seed=0, work=Late, **kwargs):
     """A model with its twin, and the log of its collectives; on four ranks two replicas of two."""
     recorders, world = Recorders(seed, work), dist.get_world_size()
-    mesh = (2, world // 2) if world > 2 and layout != REDUCED else (world,)
+    mesh = (2, world // 2) if world > 2 and layout != "reduced" else (world,)
     with both(build, layout, mesh=mesh, transport=recorders, **kwargs) as pair:
         recorders.log.clear()
         yield pair, recorders.log
 
 
 CASES = [
-    (PLAIN, {}),
-    (FSDP, {}),
-    (PLAIN, {"prefetch": 0}),
-    (KEPT, {}),
-    (REDUCED, {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}),
+    ("dedicated", {}),
+    ("dedicated fsdp", {}),
+    ("dedicated", {"prefetch": 0}),
+    ("dedicated kept", {}),
+    ("reduced", {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}),
 ]
 
 
@@ -138,7 +140,7 @@ def test_no_collective_depends_on_what_is_completed(rank, world):
                 logs = gathered(log)
                 tags = {event.tag for entry in logs for _, _, event in entry}
                 assert {"flags", "gradients"} <= tags
-                replicas = world > 2 and layout != REDUCED
+                replicas = world > 2 and layout != "reduced"
                 assert ("gradients across replicas" in tags) == replicas
                 assert_one_order(logs)
                 pair.check()
@@ -248,10 +250,10 @@ PATTERNS = {
 }
 
 
-@layouts(PLAIN, REDUCED)
+@layouts("dedicated", "reduced")
 @distributed(2)
 def test_collectives_are_the_same_on_every_rank_whatever_the_gradients(rank, world, layout):
-    small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == REDUCED else {}
+    small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == "reduced" else {}
     for uses_spare in PATTERNS.values():
         with both(Net, layout, options=small, transport=RecordingTransport) as pair:
             pair.events.clear()

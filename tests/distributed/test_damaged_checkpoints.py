@@ -17,10 +17,9 @@ from torch import Tensor
 
 from dmuon.dtensors import local_tensor
 from dmuon.types import ConsensusError, OwnershipError
-from tests.distributed.harness import Pools
-from tests.distributed.test_checkpoints import CASES, Training
-
-NAMES = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
+from tests.distributed.compare import assert_bitwise
+from tests.distributed.harness import distributed
+from tests.distributed.test_checkpoints import CASES, Training, cases
 
 
 def _files(folder: Path) -> list[Path]:
@@ -74,23 +73,54 @@ def values(training: Training) -> dict[str, Tensor]:
     return found
 
 
-def refuses(rank: int, world: int, name: str, folder: str) -> None:
-    path = Path(folder)
+MIX = "blocks.0.mix.weight"
+
+
+def _entry(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["state"][MIX].update(values)
+
+
+def _another_algorithm(state: dict[str, Any]) -> None:
+    state["state"][MIX] = state["state"]["blocks.0.norm.weight"]
+
+
+def _not_finite(state: dict[str, Any]) -> None:
+    state["state"][MIX]["momentum_buffer"][-1, -1] = math.nan
+
+
+def _no_momentum(state: dict[str, Any]) -> None:
+    entries = state["state"]
+    state["state"] = {n: e for n, e in entries.items() if "momentum_buffer" not in e}
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another shape": (_entry(momentum_buffer=torch.zeros(15, 14)), r"blocks\.0\.mix\.weight"),
+    "another algorithm": (_another_algorithm, r"blocks\.0\.mix\.weight"),
+    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), "parameters in 1 groups"),
+    "more parameters": (lambda s: s["param_groups"][0]["params"].append("another"), "in 1 groups"),
+    "no tensor": (_entry(momentum_buffer="momentum"), r"blocks\.0\.mix\.weight"),
+    "not finite": (_not_finite, r"not finite: momentum_buffer of blocks\.0\.mix\.weight"),
+    "no momentum": (_no_momentum, "of 3 steps and has no momentum of any matrix"),
+}
+
+
+@cases("ddp", "reduce_to_owner", "dedicated", "fsdp2")
+@distributed()
+def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_path):
+    whole_folder = tmp_path / "whole"
     training = Training(CASES[name])
     training.train(range(2))
-    training.save(f"{folder}/whole")
+    training.save(str(whole_folder))
     training.train(range(2, 3))
     before = values(training)
 
     def unchanged(what: str) -> None:
-        after = values(training)
-        for key, value in before.items():
-            assert torch.equal(after[key], value), (what, key)
+        assert_bitwise(values(training), before, what)
 
     for damage, change in DAMAGES.items():
-        place = path / f"{name} {damage}"
+        place = tmp_path / damage
         if rank == 0:
-            shutil.copytree(path / "whole", place)
+            shutil.copytree(whole_folder, place)
             change(place)
         dist.barrier()
         state = copy.deepcopy(training.state())  # a read that breaks off has written to it
@@ -99,9 +129,9 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
         assert str(caught.value), damage
         unchanged(damage)
     whole = training.whole()["optim"]
-    for what, change in WRONG.items():
+    for what, (change, told) in WRONG.items():
         wrong = copy.deepcopy(whole)
-        told = change(wrong)
+        change(wrong)
         with pytest.raises((ValueError, RuntimeError), match=told):
             training.opt.load_state_dict(wrong)
         unchanged(what)
@@ -125,60 +155,6 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
     with pytest.raises((OwnershipError, ConsensusError), match="not finite: momentum_buffer"):
         training.opt.load_state_dict(parts)
     unchanged("not finite on the last rank alone")
-    training.load(f"{folder}/whole")
+    training.load(str(whole_folder))
     training.train(range(2, 4))
     training.close()
-
-
-def _another_shape(state: dict[str, Any]) -> str:
-    state["state"]["blocks.0.mix.weight"]["momentum_buffer"] = torch.zeros(15, 14)
-    return r"blocks\.0\.mix\.weight"
-
-
-def _another_algorithm(state: dict[str, Any]) -> str:
-    state["state"]["blocks.0.mix.weight"] = state["state"]["blocks.0.norm.weight"]
-    return r"blocks\.0\.mix\.weight"
-
-
-def _fewer(state: dict[str, Any]) -> str:
-    state["param_groups"][0]["params"].pop()
-    return "parameters in 1 groups"
-
-
-def _more(state: dict[str, Any]) -> str:
-    state["param_groups"][0]["params"].append("another.weight")
-    return "parameters in 1 groups"
-
-
-def _no_tensor(state: dict[str, Any]) -> str:
-    state["state"]["blocks.0.mix.weight"]["momentum_buffer"] = "momentum"
-    return r"blocks\.0\.mix\.weight"
-
-
-def _not_finite(state: dict[str, Any]) -> str:
-    state["state"]["blocks.0.mix.weight"]["momentum_buffer"][-1, -1] = math.nan
-    return r"not finite: momentum_buffer of blocks\.0\.mix\.weight"
-
-
-def _no_momentum(state: dict[str, Any]) -> str:
-    entries = state["state"]
-    state["state"] = {n: e for n, e in entries.items() if "momentum_buffer" not in e}
-    return "of 3 steps and has no momentum of any matrix"
-
-
-WRONG = {
-    "another shape": _another_shape,
-    "another algorithm": _another_algorithm,
-    "fewer parameters": _fewer,
-    "more parameters": _more,
-    "no tensor": _no_tensor,
-    "not finite": _not_finite,
-    "no momentum": _no_momentum,
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_damaged_or_does_not_fit_changes_nothing(
-    pools: Pools, tmp_path: Path, name: str
-) -> None:
-    pools(CASES[name].world).run(__name__, "refuses", {"name": name, "folder": str(tmp_path)})

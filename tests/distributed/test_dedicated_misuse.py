@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -10,27 +11,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
+from tests.distributed.compare import gathered, largest_difference, whole
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import mesh_of, shard_units
 from tests.distributed.models import Net, batch, seeded, weights
-from tests.distributed.twins import (
-    FSDP,
-    MUON,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Both,
-    both,
-    gathered,
-    largest_difference,
-    mesh_of,
-    shard_units,
-    whole,
-)
+from tests.distributed.twins import MUON, Both, both
 from tests.transports import RecordingTransport
 
 # ---- fully_shard -------------------------------------------------------------------------
@@ -79,21 +68,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     pair.train(range(2))
     pair.check()
     own.close()
-
-
-@distributed(2)
-def test_what_the_layout_cannot_be_laid_over(rank, world):
-    with pytest.raises(OwnershipError, match="constructor refuses the placeholders"):
-        dmuon.dedicate_params(
-            DistributedDataParallel(seeded(), find_unused_parameters=True), layout="dedicated"
-        )
-    model = seeded()
-    fully_shard(model, mesh=mesh_of((world,)))
-    with pytest.raises(OwnershipError, match="after fully_shard"):
-        dedicated(model, world)
-    with pytest.raises(TypeError, match="must be DedicatedOptions"):
-        dmuon.dedicate_params(seeded(), layout="dedicated", options=dmuon.ShardedOptions())
-    own = dmuon.dedicate_params(seeded(), mesh_of((world,)), layout="replicated")
+    own = dmuon.dedicate_params(seeded(), layout="replicated")
     with pytest.raises(OwnershipError, match="belongs to layout='dedicated'"):
         own.ignored_by_fully_shard().__enter__()
     own.close()
@@ -226,25 +201,26 @@ def test_other_values_and_dtypes_are_an_error_on_every_rank(rank, world):
 @distributed(2)
 def test_a_parameter_that_was_replaced(rank, world):
     """It would never be trained again; told on every rank before a step sends anything."""
-    for layout, names in {
-        PLAIN: ("mid.weight", "blocks.1.up.weight", "blocks.0.norm.weight"),
-        FSDP: ("mid.weight", "blocks.1.up.weight"),
-        REDUCED: ("mid.weight", "blocks.0.norm.weight"),
-        REDUCED_DDP: ("mid.weight", "blocks.0.norm.weight"),
-    }.items():
-        for name in names:
-            with both(Net, layout, transport=RecordingTransport) as pair:
-                pair.train([0])
-                path, _, local = name.rpartition(".")
-                torch.manual_seed(1)
-                other = nn.Parameter(torch.randn(pair.own.shape_of(name)) / 10)
-                setattr(pair.bare.get_submodule(path), local, other)
-                pair.backward(1)
-                sent = len(pair.events)
-                with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
-                    pair.opt.step()
-                # The others have to know.
-                assert [event.tag for event in pair.events[sent:]] == ["verdict"]
+    for layout, name in (
+        *(("dedicated", name) for name in ("mid.weight", "blocks.1.up.weight")),
+        ("dedicated", "blocks.0.norm.weight"),
+        ("dedicated fsdp", "blocks.1.up.weight"),
+        *product(("reduced", "reduced ddp"), ("mid.weight", "blocks.0.norm.weight")),
+        ("tp", "blocks.0.mix.weight"),
+    ):
+        with both(layout=layout, transport=RecordingTransport) as pair:
+            pair.train([0])
+            path, _, local = name.rpartition(".")
+            torch.manual_seed(1)
+            shape = dict(pair.twin.named_parameters())[name].shape
+            setattr(pair.bare.get_submodule(path), local, nn.Parameter(torch.randn(shape) / 10))
+            pair.backward(1)
+            sent = len(pair.events)
+            with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
+                pair.opt.step()
+            # The others have to know.
+            tags = [event.tag for event in pair.events[sent:]]
+            assert tags == ["norms" if layout == "tp" else "verdict"]
 
 
 @distributed(2)
@@ -291,11 +267,11 @@ def fail_in(phase):
 @pytest.mark.parametrize(
     "layout, phase, who",
     [
-        (PLAIN, "forward", "all"),
-        (PLAIN, "forward", "one"),
-        (PLAIN, "backward", "all"),
-        (REDUCED, "backward", "all"),
-        (REDUCED, "backward", "one"),
+        ("dedicated", "forward", "all"),
+        ("dedicated", "forward", "one"),
+        ("dedicated", "backward", "all"),
+        ("reduced", "backward", "all"),
+        ("reduced", "backward", "one"),
     ],
 )
 @distributed(2)

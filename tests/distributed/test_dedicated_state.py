@@ -12,24 +12,16 @@ import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
+from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import DEDICATED, IN_TURN, layouts, mesh_of
 from tests.distributed.models import Net, Pieces, seeded, weights
-from tests.distributed.twins import (
-    DEDICATED,
-    FSDP,
-    IN_TURN,
-    MUON,
-    PLAIN,
-    assert_bitwise,
-    both,
-    layouts,
-    mesh_of,
-)
+from tests.distributed.twins import MUON, both
 
 # ---- reading and writing ---------------------------------------------------------------------
 
 
-@layouts(PLAIN, FSDP)
+@layouts("dedicated", "dedicated fsdp")
 @distributed(2)
 def test_weights_can_be_read_inside_materialized_only(rank, world, layout):
     with both(Net, layout) as pair:
@@ -122,7 +114,7 @@ def resumes_bitwise(*args, **kwargs):
         assert_bitwise(pair.whole(), expected)
 
 
-@layouts(PLAIN, FSDP)
+@layouts("dedicated", "dedicated fsdp")
 @distributed(2)
 def test_resuming_is_bitwise(rank, world, layout):
     resumes_bitwise(Net, layout)
@@ -137,7 +129,7 @@ def test_resuming_with_master_weights_is_bitwise(rank, world):
 
 @distributed(4)
 def test_resuming_with_replicas_is_bitwise(rank, world):
-    resumes_bitwise(Net, FSDP, mesh=(2, 2))
+    resumes_bitwise(Net, "dedicated fsdp", mesh=(2, 2))
 
 
 # ---- closing ---------------------------------------------------------------------------------
@@ -163,7 +155,7 @@ def test_closing_makes_the_model_ordinary_again(rank, world, layout):
         pair.own.close()
         pair.own.close()
         assert_ordinary(pair.model, pair.twin)
-        if layout == FSDP:
+        if layout == "dedicated fsdp":
             return
         if rank:  # no collective any more: one rank alone can use it
             pair.assert_same_loss(9)

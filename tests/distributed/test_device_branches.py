@@ -25,20 +25,10 @@ from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import LAYOUTS, Layout
 from tests.distributed.models import Ordered
 from tests.distributed.test_muonbp import follow_in_blocks
-from tests.distributed.twins import (
-    BARE,
-    FSDP,
-    FSDP2,
-    LAYOUTS,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Both,
-    Layout,
-    both,
-)
+from tests.distributed.twins import Both, both
 from tests.internals import host_can_read
 
 pytestmark = pytest.mark.cpu_only("a CPU that pretends to be an accelerator")
@@ -168,13 +158,13 @@ def spoiled(grad: Tensor) -> Tensor:
     return grad * math.inf
 
 
-HSDP_REST = replace(LAYOUTS[FSDP], mesh=(2, 2), axes=("replicate", "shard"))
+HSDP_REST = replace(LAYOUTS["dedicated fsdp"], mesh=(2, 2), axes=("replicate", "shard"))
 OWNERS = {
-    REDUCED: (REDUCED, True),
-    REDUCED_DDP: (REDUCED_DDP, False),
-    "dedicated, one rank": (PLAIN, False),
-    PLAIN: (PLAIN, True),
-    FSDP: (FSDP, False),
+    "reduced": ("reduced", True),
+    "reduced ddp": ("reduced ddp", False),
+    "dedicated, one rank": ("dedicated", False),
+    "dedicated": ("dedicated", True),
+    "dedicated fsdp": ("dedicated fsdp", False),
     "dedicated hsdp": (HSDP_REST, False),
 }
 
@@ -187,7 +177,7 @@ OWNERS = {
 def test_owners_need_no_host(rank, world, name):
     layout, bitwise = OWNERS[name]
     steps = list(STEPS)
-    if name in (FSDP, "dedicated hsdp"):
+    if name in ("dedicated fsdp", "dedicated hsdp"):
         # FSDP2 wants every rank to run the same modules.
         steps = [step for step in steps if step.missing != "on the last"]
     alone = [What(absent_rank=True), What()] if bitwise else []
@@ -206,7 +196,7 @@ def test_owners_need_no_host(rank, world, name):
 # ---- sharded -------------------------------------------------------------------------------
 
 SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=2)}}
-WHOLE = replace(LAYOUTS[BARE], build=ParallelModel)  # on every rank
+WHOLE = replace(LAYOUTS["plain"], build=ParallelModel)  # on every rank
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
     What(parts=2),
@@ -329,11 +319,17 @@ def test_sharded_steps_need_no_host(rank, world, layout, period, settings):
 
 @pytest.mark.parametrize(
     ("layout", "world", "settings"),
-    [("fsdp2", 1, {}), ("fsdp2", 2, {}), ("fsdp2", 2, SHARED), (BARE, 2, {}), (BARE, 2, SHARED)],
+    [
+        ("fsdp2", 1, {}),
+        ("fsdp2", 2, {}),
+        ("fsdp2", 2, SHARED),
+        ("plain", 2, {}),
+        ("plain", 2, SHARED),
+    ],
 )
 @distributed()
 def test_sharded_steps_equal_the_reference(rank, world, layout, settings):
-    laid = WHOLE if layout == BARE else replace(LAYOUTS[layout], mesh=(world,))
+    laid = WHOLE if layout == "plain" else replace(LAYOUTS[layout], mesh=(world,))
     with host_cannot_read():
         run_sharded(laid, SHARDED_STEPS, compare=True, **settings)
 
@@ -341,4 +337,4 @@ def test_sharded_steps_equal_the_reference(rank, world, layout, settings):
 @distributed(2)
 def test_block_steps_need_no_host_and_equal_the_oracle(rank, world):
     with host_cannot_read():
-        follow_in_blocks(3, 0.7, 5, layout=FSDP2)
+        follow_in_blocks(3, 0.7, 5, layout="fsdp2")

@@ -17,18 +17,11 @@ import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
-from tests.distributed.twins import (
-    BARE,
-    DDP,
-    FSDP2,
-    MUON,
-    assert_bitwise,
-    assert_close,
-    both,
-    sharded,
-)
+from tests.distributed.twins import MUON, both
 
 # A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
 LATE: dict[str, tuple[str, ...]] = {
@@ -47,8 +40,8 @@ class Late:
 
     def __init__(self, kind: str, how: str, names: tuple[str, ...], **only: Any) -> None:
         self.how, self.names, self.begun = how, names, False
-        layout = sharded(build=Used) if kind == FSDP2 else kind
-        late = {"wrap": wrap} if kind == DDP else {}
+        layout = sharded(build=Used) if kind == "fsdp2" else kind
+        late = {"wrap": wrap} if kind == "ddp" else {}
         with both(Used, layout, alone=True, **late) as self.pair:
             pass
         self.bare, self.twin = self.pair.bare, self.pair.twin
@@ -86,7 +79,7 @@ class Late:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*product((BARE, DDP, FSDP2), ("unfrozen", "group")), (FSDP2, "dedicated before")],
+    [*product(("plain", "ddp", "fsdp2"), ("unfrozen", "group")), ("fsdp2", "dedicated before")],
 )
 @distributed(2)
 def test_they_are_trained_from_then_on(rank, world, kind, how):
@@ -112,7 +105,7 @@ def test_they_are_trained_from_then_on(rank, world, kind, how):
 
 @distributed(2)
 def test_their_state_is_saved_and_loaded(rank, world):
-    late = Late(FSDP2, "group", LATE["matrices"])
+    late = Late("fsdp2", "group", LATE["matrices"])
     late.train(range(1))
     late.begin()
     late.train(range(1, 3))
@@ -128,7 +121,7 @@ def test_their_state_is_saved_and_loaded(rank, world):
     late.opt.ownership.close()
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP2])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("how", ["unfrozen", "group"])
 @distributed(2)
 def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
@@ -154,7 +147,7 @@ def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
 
 @distributed(2)
 def test_groups_that_differ_can_be_mended(rank, world):
-    late = Late(DDP, "group", LATE["matrices"])
+    late = Late("ddp", "group", LATE["matrices"])
     late.train(range(2))
     late.begin()
     group = late.opt.param_groups[-1]
@@ -171,7 +164,7 @@ def test_groups_that_differ_can_be_mended(rank, world):
 
 @distributed(2)
 def test_parameters_that_differ_are_named(rank, world):
-    late = Late(BARE, "group", LATE["matrices"])
+    late = Late("plain", "group", LATE["matrices"])
     late.train(range(1))
     late.late = late.late[rank : rank + 1]  # a weight, its bias
     late.begin()
@@ -184,7 +177,7 @@ def test_parameters_that_differ_are_named(rank, world):
 
 @distributed(2)
 def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
-    late = Late(BARE, "unfrozen", LATE["vectors"])
+    late = Late("plain", "unfrozen", LATE["vectors"])
     late.pair.backward(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -196,7 +189,7 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
     late.check()
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP2])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @distributed(2)
 def test_where_the_host_cannot_read(rank, world, kind):
     """All ranks plan again at once; where one is alone, the others learn it at the next step."""
@@ -227,7 +220,7 @@ def test_where_the_host_cannot_read(rank, world, kind):
 
 @distributed(2)
 def test_block_steps_go_on_until_the_next_full_step(rank, world):
-    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=3)
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=3)
     late.train(range(4))
     late.begin()
     before = late.weights()
@@ -240,7 +233,7 @@ def test_block_steps_go_on_until_the_next_full_step(rank, world):
     assert not any(torch.equal(before[n], after[n]) for n in LATE["matrices"])
     assert late.opt.stats()["steps"] == 8
     late.opt.ownership.close()
-    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=float("inf"))
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=float("inf"))
     late.train(range(1))
     late.begin()
     with pytest.raises(OwnershipError, match="period=math.inf"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import dmuon
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import REDUCING
 from tests.distributed.models import Net, batch, loss_of, seeded
-from tests.distributed.twins import REDUCING, planned
+from tests.distributed.twins import planned
 from tests.internals import WARM_UP
-from tests.transports import DelayingTransport, RecordingTransport
+from tests.transports import CountingTransport, RecordingTransport
 
 pytestmark = pytest.mark.cpu_only("measures a CPU")
 
@@ -115,29 +118,14 @@ def test_without_any_gradient_there_is_nothing_to_report(rank, world):
     own.close()
 
 
-class _Noted:
-    def __init__(self, work, transport):
-        self.work, self.transport = work, transport
-
-    def wait(self):
-        self.transport.waited += 1
-        self.work.wait()
-
-
-class Watched(DelayingTransport):
-    """Counts how often an exchange of times was waited for."""
-
-    waited = 0
-
-    def all_reduce(self, tensor, *, tag, maximum=False):
-        work = super().all_reduce(tensor, tag=tag, maximum=maximum)
-        return _Noted(work, self) if tag == "telemetry" else work
+# Counts how often an exchange of times was waited for.
+WATCHED = partial(CountingTransport, counts="telemetry")
 
 
 @distributed(2)
 def test_a_slow_exchange_delays_no_step(rank, world):
     """Waited for only when asked; the collectives of the next step are behind it anyway."""
-    _model, own, opt, transport, _ = trained(rank, 4, Watched)
+    _model, own, opt, transport, _ = trained(rank, 4, WATCHED)
     assert transport.waited == 0, "step must not wait for it"
     assert opt.report().measured_ms is not None
     assert transport.waited == 1
@@ -149,7 +137,7 @@ def test_a_slow_exchange_delays_no_step(rank, world):
 @pytest.mark.parametrize("steps", [4, 5])
 @distributed(2)
 def test_closing_right_after_an_exchange(rank, world, steps):
-    model, own, opt, transport, _ = trained(rank, steps, Watched)
+    model, own, opt, transport, _ = trained(rank, steps, WATCHED)
     own.close()
     assert transport.waited == 1, "nothing is in flight when the group goes"
     assert opt.report().measured_ms is not None

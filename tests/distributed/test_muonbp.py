@@ -17,8 +17,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
 from dmuon.period import Schedule
+from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.twins import FSDP2, HSDP, assert_bitwise, both, gathered, vocabulary
+from tests.distributed.layouts import vocabulary
+from tests.distributed.twins import both
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
@@ -60,7 +62,7 @@ def test_blocks_of_weights_stored_in_out_and_cut_side_by_side(rank, world):
 
 
 def weights_after(steps: int, **only: Any) -> Mapping[str, Tensor]:
-    with both(layout=FSDP2, only=only) as pair:
+    with both(layout="fsdp2", only=only) as pair:
         pair.train_alone(range(steps))
         return pair.whole()
 
@@ -79,7 +81,7 @@ def test_period_one_is_muon_bitwise(rank, world):
 @distributed(2)
 def test_a_checkpoint_in_mid_period_resumes_there(rank, world, period, through_torch):
     straight, only = weights_after(6, period=period), {"period": period}
-    with both(layout=FSDP2, only=only) as first, both(layout=FSDP2, seed=1, only=only) as again:
+    with both(layout="fsdp2", only=only) as first, both(layout="fsdp2", seed=1, only=only) as again:
         first.train_alone(range(4))
         if through_torch:
             saved = get_optimizer_state_dict(first.model, first.opt)
@@ -94,7 +96,7 @@ def test_a_checkpoint_in_mid_period_resumes_there(rank, world, period, through_t
 
 @distributed(4)
 def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, world):
-    with both(layout=HSDP, transport=RecordingTransport, only={"period": 3}) as pair:
+    with both(layout="hsdp", transport=RecordingTransport, only={"period": 3}) as pair:
         sequences = []
         for step in range(7):
             pair.backward(step)
@@ -121,7 +123,7 @@ def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, w
 def test_blocks_without_a_gradient_or_with_a_bad_one_are_left_alone(rank, world):
     """On this rank: rank 0 finds an inf in a block, rank 1 lacks the gradient of another one."""
     lost, bad = "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight"
-    with both(layout=FSDP2, only={"period": math.inf}) as pair:
+    with both(layout="fsdp2", only={"period": math.inf}) as pair:
         named = dict(pair.model.named_parameters())
         for step in range(2):
             pair.backward(step)

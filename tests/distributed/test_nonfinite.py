@@ -14,25 +14,11 @@ import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.types import NonFiniteError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import AT_OWNERS, layouts, sharded
 from tests.distributed.models import Net
-from tests.distributed.twins import (
-    AT_OWNERS,
-    BARE,
-    DDP,
-    FSDP,
-    FSDP2,
-    HSDP,
-    KEPT,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    assert_bitwise,
-    both,
-    gathered,
-    layouts,
-    sharded,
-)
+from tests.distributed.twins import both
 from tests.poison import Poison
 
 HOSTS = pytest.mark.parametrize("host", ["reads", "does not read"])
@@ -44,7 +30,7 @@ def on(host):
 
 def laid(name):
     """With a `Net` on FSDP2 too."""
-    return sharded(build=Net) if name == FSDP2 else name
+    return sharded(build=Net) if name == "fsdp2" else name
 
 
 def poisoned(pair, layout, step, name, value):
@@ -71,9 +57,24 @@ def state_of(pair):
     return found
 
 
-def clear(pair):
+def skips_a_step(pair, layout, name, here, raises=False):
+    """Not one bit changes, and training goes on; what was told of it."""
     pair.opt.zero_grad()
-    pair.twin.zero_grad()
+    poisoned(pair, layout, 2, name, here)
+    before = state_of(pair)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(NonFiniteError, match=name) if raises else nullcontext():
+            pair.opt.step()
+        stats = pair.opt.stats()
+        assert raises or (stats["finite"], stats["skipped"]) == (False, 1)
+        assert_bitwise(state_of(pair), before)
+        for reset in (pair.opt.zero_grad, pair.twin.zero_grad):
+            reset()
+        pair.train([3])
+    pair.check()
+    assert pair.opt.stats()["finite"] is True
+    return [str(w.message) for w in told if "a step was skipped" in str(w.message)]
 
 
 CASES = {
@@ -85,67 +86,35 @@ CASES = {
 
 
 @HOSTS
-@layouts(PLAIN, KEPT, FSDP, REDUCED, REDUCED_DDP, DDP, FSDP2)
+@layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp", "fsdp2")
 @distributed(2)
 def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
     for begin, (name, value, where) in enumerate(CASES.values()):
         with on(host), both(Net, laid(layout)) as pair:
             pair.train(range(begin % 3))  # the very first step too
-            pair.opt.zero_grad()
             here = value if rank in [r % world for r in where] else 0.0
-            poisoned(pair, layout, 2, name, here)
-            before = state_of(pair)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                pair.opt.step()
-                assert pair.opt.stats()["finite"] is False
-                assert pair.opt.stats()["skipped"] == 1
-                assert_bitwise(state_of(pair), before)
-                clear(pair)
-                pair.train([3])  # goes on
-                texts = [str(w.message) for w in told if "a step was skipped" in str(w.message)]
+            texts = skips_a_step(pair, layout, name, here)
             assert len(texts) == (rank == 0)
-            if rank == 0:
-                assert f"not finite: {name}. Weights" in texts[0], texts
-            pair.check()
-            assert pair.opt.stats()["finite"] is True
+            assert all(f"not finite: {name}. Weights" in text for text in texts), texts
             assert gathered(pair.opt.stats()["skipped"]) == [1] * world
 
 
-@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
+@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 @distributed(2)
 def test_raise_is_an_error_on_every_rank(rank, world, layout):
     with both(Net, laid(layout), only={"nonfinite": "raise"}) as pair:
         pair.train(range(2))
-        before = state_of(pair)
-        pair.opt.zero_grad()
-        poisoned(pair, layout, 2, "mid.weight", math.nan if rank else 0.0)
-        with pytest.raises(NonFiniteError, match=r"mid\.weight"):
-            pair.opt.step()
-        assert_bitwise(state_of(pair), before)
-        clear(pair)
-        pair.train([3])
-        pair.check()
+        skips_a_step(pair, layout, "mid.weight", math.nan if rank else 0.0, raises=True)
 
 
-@layouts(PLAIN, REDUCED, HSDP)
+@layouts("dedicated", "reduced", "hsdp")
 @distributed(4)
 def test_replicas_skip_too(rank, world, layout):
     """Where one rank holds a replica of an HSDP mesh's shard, it counts for all."""
-    name = "blocks.0.mix.weight" if layout == HSDP else "blocks.2.down.weight"
-    with both(layout=layout, mesh=(2, 2) if layout == PLAIN else None) as pair:
+    name = "blocks.0.mix.weight" if layout == "hsdp" else "blocks.2.down.weight"
+    with both(layout=layout, mesh=(2, 2) if layout == "dedicated" else None) as pair:
         pair.train(range(2))
-        before = state_of(pair)
-        pair.opt.zero_grad()
-        poisoned(pair, layout, 2, name, math.nan if rank == 3 else 0.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pair.opt.step()
-        assert_bitwise(state_of(pair), before)
-        assert pair.opt.stats()["skipped"] == 1
-        clear(pair)
-        pair.train([3])
-        pair.check()
+        skips_a_step(pair, layout, name, math.nan if rank == 3 else 0.0)
 
 
 @HOSTS
@@ -213,7 +182,7 @@ def error_of(step, host):
 
 
 @HOSTS
-@pytest.mark.parametrize(("kind", "world"), [(BARE, 1), (DDP, 2), (FSDP2, 2), (FSDP2, 1)])
+@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 1)])
 @distributed()
 def test_what_is_not_finite_on_one_rank_is_named_on_all(rank, world, kind, host):
     """Whole on one rank, a shard or a replica; a matrix or one of AdamW's."""
@@ -230,7 +199,7 @@ def test_what_is_not_finite_on_one_rank_is_named_on_all(rank, world, kind, host)
 
 
 @HOSTS
-@pytest.mark.parametrize("kind", [BARE, DDP, FSDP2, REDUCED])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2", "reduced"])
 @distributed(2)
 def test_momentum_that_outgrows_its_dtype_is_named_and_never_applied(rank, world, kind, host):
     """Gradients are finite all the time; on ranks that do not meet in one process, the same."""
@@ -262,14 +231,14 @@ def test_momentum_that_outgrows_its_dtype_is_named_and_never_applied(rank, world
         opt.step()  # goes on
 
 
-@pytest.mark.parametrize("kind", [BARE, DDP, FSDP2])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
 @distributed(2)
 def test_momentum_that_is_not_finite_is_named(rank, world, kind):
     with by_hand(kind, nonfinite="raise") as (model, opt):
         set_gradients(model, 0.1)
         opt.step()
         momentum = opt.state[model.mid.weight]["momentum_buffer"]
-        if rank == world - 1 or kind != FSDP2:
+        if rank == world - 1 or kind != "fsdp2":
             local_tensor(momentum)[-1, -1] = math.inf
         set_gradients(model, 0.1)
         with pytest.raises(NonFiniteError, match=r"momentum is not finite.*older.*: mid\.weight"):
@@ -285,14 +254,14 @@ def told_of_eps(caught):
 
 @HOSTS
 @pytest.mark.parametrize(
-    ("kind", "world"), [(BARE, 1), (FSDP2, 1), (DDP, 2), (FSDP2, 2), (REDUCED, 2)]
+    ("kind", "world"), [("plain", 1), ("fsdp2", 1), ("ddp", 2), ("fsdp2", 2), ("reduced", 2)]
 )
 @distributed()
 def test_gradients_below_eps_are_told_once_and_counted(rank, world, kind, host):
     """Zeros are not below it; a smaller eps gives Muon's update, and nothing is said."""
     names = ("blocks.0.up.weight", "mid.weight")
     late = 2 if host != "reads" else 1  # steps until it is told
-    late += kind == REDUCED
+    late += kind == "reduced"
     for eps in (1e-7, 1e-20):
         with (
             on(host),

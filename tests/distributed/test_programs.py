@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
+from tests.distributed.compare import assert_close, gathered, whole
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import DEDICATED, layouts
 from tests.distributed.models import (
     VOCAB,
     Block,
@@ -38,22 +40,7 @@ from tests.distributed.models import (
     weights,
     without_root,
 )
-from tests.distributed.twins import (
-    DEDICATED,
-    FSDP,
-    KEPT,
-    MUON,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Rows,
-    assert_close,
-    both,
-    follow,
-    gathered,
-    layouts,
-    whole,
-)
+from tests.distributed.twins import MUON, Rows, both, follow
 
 # ---- the order of calls ----------------------------------------------------------------------
 
@@ -366,71 +353,99 @@ GROUPS = {
 }
 
 for name in ORDERS:
-    program(name, PLAIN, KEPT, REDUCED, **ordered(name), steps=4)
+    program(name, "dedicated", "dedicated kept", "reduced", **ordered(name), steps=4)
 for name in ("backwards", "in turn", "twice with others between"):
     for n in (0, 3):
         options = {"prefetch": n}
-        program(f"{name}, FSDP2, prefetch={n}", FSDP, **ordered(name), steps=4, options=options)
+        program(
+            f"{name}, FSDP2, prefetch={n}",
+            "dedicated fsdp",
+            **ordered(name),
+            steps=4,
+            options=options,
+        )
 for f in WAYS:
-    program(f.__name__, PLAIN, KEPT, REDUCED, loss_of=f)
-program("ways alternate", PLAIN, KEPT, REDUCED, round=ways_alternate)
-program("a part later", PLAIN, KEPT, REDUCED, build=PartLater)
-program("losses kept as attributes", PLAIN, change=keep_losses, loss_of=loss_with_kept)
+    program(f.__name__, "dedicated", "dedicated kept", "reduced", loss_of=f)
+program("ways alternate", "dedicated", "dedicated kept", "reduced", round=ways_alternate)
+program("a part later", "dedicated", "dedicated kept", "reduced", build=PartLater)
+program("losses kept as attributes", "dedicated", change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
-    program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})
+    program(f"groups: {name}", "dedicated", "dedicated fsdp", options={"groups": f})
 for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
-    program(f"groups: {name}, any order", PLAIN, **ordered("some and several"), options=groups)
-    program(f"groups: {name}, children alone", PLAIN, loss_of=children_alone, options=groups)
-program("a block at two places", PLAIN, KEPT, REDUCED, change=shared)
-program("two tied blocks", PLAIN, KEPT, FSDP, REDUCED, change=tied)
-program("a tied head", PLAIN, REDUCED, change=tied_head)
+    program(
+        f"groups: {name}, any order", "dedicated", **ordered("some and several"), options=groups
+    )
+    program(f"groups: {name}, children alone", "dedicated", loss_of=children_alone, options=groups)
+program("a block at two places", "dedicated", "dedicated kept", "reduced", change=shared)
+program("two tied blocks", "dedicated", "dedicated kept", "dedicated fsdp", "reduced", change=tied)
+program("a tied head", "dedicated", "reduced", change=tied_head)
 program(
     "a block tied to the root",
-    PLAIN,
-    KEPT,
+    "dedicated",
+    "dedicated kept",
     build=partial(net_of, Square),
     change=tied_inside_and_to_the_root,
 )
 for name in WRAPPINGS:
-    program(f"{name} out", PLAIN, build=partial(Wrapping, name))
-program("no gradient of the inputs", PLAIN, change=frozen_start)
-program("nor of the first block", PLAIN, change=frozen_first_block)
+    program(f"{name} out", "dedicated", build=partial(Wrapping, name))
+program("no gradient of the inputs", "dedicated", change=frozen_start)
+program("nor of the first block", "dedicated", change=frozen_first_block)
 
 for again in (False, True):
     kind = "reentrant" if again else "saved"
-    program(f"{kind} blocks", *DEDICATED, REDUCED, build=partial(Checkpointed, again))
-    program(f"{kind} block", PLAIN, REDUCED, build=partial(Checkpointed, again, (1,)))
+    program(f"{kind} blocks", *DEDICATED, "reduced", build=partial(Checkpointed, again))
+    program(f"{kind} block", "dedicated", "reduced", build=partial(Checkpointed, again, (1,)))
     program(
-        f"{kind} inside", PLAIN, REDUCED, build=partial(net_of, partial(InnerCheckpoint, again))
+        f"{kind} inside",
+        "dedicated",
+        "reduced",
+        build=partial(net_of, partial(InnerCheckpoint, again)),
     )
     for n in (0, 3):
         wrap = partial(checkpoint_blocks, reentrant=again)
-        program(f"{kind} wrapper, prefetch={n}", PLAIN, wrap=wrap, options={"prefetch": n})
+        program(f"{kind} wrapper, prefetch={n}", "dedicated", wrap=wrap, options={"prefetch": n})
     # Re-entrant checkpointing of a block whose input has no gradient gives it none: with torch
     # alone as well, so the first block is left out.
     some = partial(Checkpointed, again, (1, 2) if again else (0, 1, 2))
-    program(f"{kind}, no gradient of the inputs", PLAIN, build=some, change=frozen_start)
-program("saved, first block frozen", PLAIN, build=some, change=frozen_first_block)
-program("two blocks a checkpoint", PLAIN, build=Segments, change=without_biases)
+    program(f"{kind}, no gradient of the inputs", "dedicated", build=some, change=frozen_start)
+program("saved, first block frozen", "dedicated", build=some, change=frozen_first_block)
+program("two blocks a checkpoint", "dedicated", build=Segments, change=without_biases)
 program(
-    "the same, accumulated", PLAIN, build=Segments, change=without_biases, round=some_in_no_sync
+    "the same, accumulated",
+    "dedicated",
+    build=Segments,
+    change=without_biases,
+    round=some_in_no_sync,
 )
 
-program("backward only in no_sync", PLAIN, REDUCED, REDUCED_DDP, round=inside_no_sync)
-program("gradients dropped", PLAIN, REDUCED, round=after_dropped_gradients)
+program("backward only in no_sync", "dedicated", "reduced", "reduced ddp", round=inside_no_sync)
+program("gradients dropped", "dedicated", "reduced", round=after_dropped_gradients)
 for forward in (False, True):
     lazy = partial(a_rank_without_backward, forward=forward)
-    program(f"a rank without backward, {forward=}", PLAIN, KEPT, REDUCED, round=lazy, steps=4)
+    program(
+        f"a rank without backward, {forward=}",
+        "dedicated",
+        "dedicated kept",
+        "reduced",
+        round=lazy,
+        steps=4,
+    )
 for how in ("at once", "in turn", "last first", "graph retained"):
     program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
 last_first = {"change": without_biases, "round": partial(two_losses, how="last first")}
-program("two losses of blocks in another order", PLAIN, KEPT, **ordered("backwards"), **last_first)
+program(
+    "two losses of blocks in another order",
+    "dedicated",
+    "dedicated kept",
+    **ordered("backwards"),
+    **last_first,
+)
 for factor in (0.0, 1.0):
     inside = partial(inside_materialized, factor=factor)
-    program(f"inside materialized, {factor} penalties", PLAIN, KEPT, round=inside)
+    program(f"inside materialized, {factor} penalties", "dedicated", "dedicated kept", round=inside)
 program("evaluated at any time", *DEDICATED, round=evaluated_at_any_time)
-program("losses thrown away", PLAIN, KEPT, round=losses_thrown_away)
+program("losses thrown away", "dedicated", "dedicated kept", round=losses_thrown_away)
 
 
 @PROGRAMS.each()
@@ -581,12 +596,12 @@ def some_ranks_use_spare(model, step, rank):
     model.use_spare = (step + rank) % 2 == 0
 
 
-@layouts(*DEDICATED, REDUCED)
+@layouts(*DEDICATED, "reduced")
 @distributed(2)
 def test_collectives_of_the_user_between_ours(rank, world, layout):
     """In backward while ours are in flight: in another group, so none cross, whoever is late."""
     with both(Talking, layout) as pair:
-        if layout != FSDP:  # which wants gradients of every rank
+        if layout != "dedicated fsdp":  # which wants gradients of every rank
             pair.prepare = some_ranks_use_spare
         pair.twin.talk = False
         for step in range(3):

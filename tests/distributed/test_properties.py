@@ -35,8 +35,9 @@ from torch.distributed.tensor.parallel import (
 import dmuon
 from dmuon.tools.parallel_models import _shard
 from tests.distributed.harness import Pools
+from tests.distributed.layouts import Layout, in_ddp
 from tests.distributed.test_checkpoints import DEDICATED, HSDP, REDUCED
-from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp
+from tests.distributed.twins import BlockReference, Trained
 
 SAMPLES = 12  # of all ranks in a step: as many for each of 1, 2, 3 and 4
 TOLERANCE = 1e-6

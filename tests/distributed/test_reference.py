@@ -25,7 +25,18 @@ import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools.parallel_models import CASES, ParallelModel
+from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import (
+    AT_OWNERS,
+    IN_TURN,
+    LAYOUTS,
+    layouts,
+    mesh_of,
+    shard_units,
+    sharded,
+    vocabulary,
+)
 from tests.distributed.models import (
     Casting,
     Net,
@@ -37,34 +48,12 @@ from tests.distributed.models import (
     seeded,
     weights,
 )
-from tests.distributed.twins import (
-    AT_OWNERS,
-    DDP,
-    FSDP,
-    FSDP2,
-    HSDP,
-    IN_TURN,
-    KEPT,
-    LAYOUTS,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Rows,
-    assert_bitwise,
-    assert_close,
-    average_gradients,
-    both,
-    layouts,
-    mesh_of,
-    shard_units,
-    sharded,
-    vocabulary,
-)
+from tests.distributed.twins import Rows, both
 from tests.fused import FusedModel
 from tests.transports import DelayingTransport
 
 BF16 = torch.bfloat16
-EACH = (PLAIN, REDUCED, DDP, FSDP2)  # one of each kind
+EACH = ("dedicated", "reduced", "ddp", "fsdp2")  # one of each kind
 ROWS = Rows()
 
 # ---- settings --------------------------------------------------------------------------------
@@ -80,12 +69,12 @@ for settings in SETTINGS:
 
 # ---- models and meshes -----------------------------------------------------------------------
 
-ROWS.add("a plain model", *AT_OWNERS, DDP, build=Net, steps=5)
-ROWS.add("convolutions, experts, attention", *AT_OWNERS, DDP, sharded(), build=ZooBlocks)
-ROWS.add("on one rank", PLAIN, FSDP, REDUCED, sharded(), world=1, build=Net)
+ROWS.add("a plain model", *AT_OWNERS, "ddp", build=Net, steps=5)
+ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", sharded(), build=ZooBlocks)
+ROWS.add("on one rank", "dedicated", "dedicated fsdp", "reduced", sharded(), world=1, build=Net)
 for case in CASES:
     ROWS.add(f"mesh {case.name}", case.name)
-ROWS.add("replicas of pieces", FSDP, world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
+ROWS.add("replicas of pieces", "dedicated fsdp", world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
 
 
 def in_mixed_batches(pair, step):
@@ -101,7 +90,7 @@ for adjust in ("original", None):
             name = f"{build.__name__} adjusted by {adjust}, {world=}"
             more = {"round": in_mixed_batches} if build is Net and world == 1 else {}
             ROWS.add(
-                name, PLAIN, REDUCED, world=world, build=build, steps=2,
+                name, "dedicated", "reduced", world=world, build=build, steps=2,
                 muon={"adjust_lr_fn": adjust}, **more,
             )  # fmt: skip
 
@@ -112,9 +101,16 @@ def in_another_order() -> DeviceMesh:
     return DeviceMesh(device, [[0, 2], [1, 3]], mesh_dim_names=names)
 
 
-ROWS.add("another order of ranks", PLAIN, FSDP, REDUCED, world=4, mesh=in_another_order)
+ROWS.add(
+    "another order of ranks",
+    "dedicated",
+    "dedicated fsdp",
+    "reduced",
+    world=4,
+    mesh=in_another_order,
+)
 SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
-ROWS.add("another order, co-owners", HSDP, mesh=in_another_order, request=SHARED)
+ROWS.add("another order, co-owners", "hsdp", mesh=in_another_order, request=SHARED)
 
 FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
 for adjust in ("original", "match_rms_adamw"):
@@ -148,10 +144,13 @@ def with_tp(name, *shape):
 
 
 for degree, hidden in ((2, 56), (2, 57), (4, 56)):
-    laid = [with_tp(name, 4 // degree, degree) for name in (PLAIN, KEPT, FSDP)]
+    laid = [
+        with_tp(name, 4 // degree, degree)
+        for name in ("dedicated", "dedicated kept", "dedicated fsdp")
+    ]
     build = partial(Net, hidden=hidden)
     ROWS.add(f"{degree} x {hidden} columns", *laid, build=build, round=clipped)
-ROWS.add("replicas, shards and columns", with_tp(PLAIN, 2, 2, 2))
+ROWS.add("replicas, shards and columns", with_tp("dedicated", 2, 2, 2))
 
 # ---- what FSDP2 offers -----------------------------------------------------------------------
 
@@ -223,10 +222,10 @@ def test_training_follows_the_reference(rank, world, name):
 # ---- what also says something of the plan ----------------------------------------------------
 
 
-@layouts(*AT_OWNERS, DDP, FSDP2)
+@layouts(*AT_OWNERS, "ddp", "fsdp2")
 @distributed(2)
 def test_a_parameter_may_have_several_owners(rank, world, layout):
-    with both(Pieces, sharded() if layout == FSDP2 else layout, **IN_TURN) as pair:
+    with both(Pieces, sharded() if layout == "fsdp2" else layout, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
             owners = pair.own.owner_of(f"blocks.0.{name}")
             assert len(owners) == pieces and set(owners) == {0, 1}, name
@@ -278,7 +277,7 @@ def test_two_ownerships_on_halves_of_the_ranks(rank, world):
     )
     assert report.passed and report.rows[0].mesh == "2x2"
     stage, data_rank = divmod(rank, 2)
-    with both(lambda: Net(layers=1 + stage), REDUCED, mesh=mesh["dp"]) as pair:
+    with both(lambda: Net(layers=1 + stage), "reduced", mesh=mesh["dp"]) as pair:
         assert pair.own.plan.topology.world == 2 and pair.own.rank == pair.data_rank == data_rank
         pair.train(range(2))
         pair.check()
@@ -324,7 +323,7 @@ def groups(model):
     return [{"params": m, **own} for m, own in zip(members, OF_GROUPS, strict=True)]
 
 
-@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
+@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 @distributed(2)
 def test_param_groups_and_schedules(rank, world, layout):
     """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
@@ -333,7 +332,7 @@ def test_param_groups_and_schedules(rank, world, layout):
         schedules += [LambdaLR(ref, SCHEDULES[ref.number]) for ref in pair.refs]
         for step in range(4):
             pair.train([step])
-            assert layout != FSDP2 or pair.pending, "rates change before updates are applied"
+            assert layout != "fsdp2" or pair.pending, "rates change before updates are applied"
             for schedule in schedules:
                 schedule.step()
         pair.check()
@@ -359,10 +358,10 @@ BUFFERS = [
     for n, publish in ((2, "sync"), (2, "async"), (1, "async"), (3, "sync"))
 ]
 SWITCHES = [
-    *[(name, 2, None, OF_OWNERS) for name in (PLAIN, FSDP)],
-    *[(name, 2, None, REDUCING) for name in (REDUCED, REDUCED_DDP)],
-    (PLAIN, 4, (2, 2), OF_OWNERS[2:3]),
-    (HSDP, 4, None, BUFFERS),
+    *[(name, 2, None, OF_OWNERS) for name in ("dedicated", "dedicated fsdp")],
+    *[(name, 2, None, REDUCING) for name in ("reduced", "reduced ddp")],
+    ("dedicated", 4, (2, 2), OF_OWNERS[2:3]),
+    ("hsdp", 4, None, BUFFERS),
 ]
 
 
@@ -373,7 +372,7 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
     for switch in ({}, *switches):
         with both(layout=layout, mesh=mesh, request=SINGLY, **switch) as pair:
             pair.train_alone(range(3))
-            if layout == HSDP:
+            if layout == "hsdp":
                 publish = switch.get("only", {}).get("publish", "async")
                 assert pair.pending is (publish == "async")
                 assert not switch or len(pair.own.runtime.pipeline.buckets) > 3
@@ -386,7 +385,7 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, None], ids=["reduce32", "reduce16"])
-@layouts(PLAIN, REDUCED)
+@layouts("dedicated", "reduced")
 @distributed(2)
 def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
     """The twin is in float32; its gradients are those of a bfloat16 copy of the real weights."""
@@ -460,7 +459,7 @@ def rounded_backward(pair, step, names):
     average_gradients(pair.twin)
 
 
-@layouts(PLAIN, KEPT)
+@layouts("dedicated", "dedicated kept")
 @distributed(2)
 def test_weights_used_in_bfloat16(rank, world, layout):
     for kind, (settings, tolerance) in USES.items():
@@ -480,7 +479,7 @@ def test_mixed_precision_of_both(rank, world):
     """FSDP2 casts inputs and the rest, dmuon the matrices: blocks run in bfloat16."""
     options = {"param_dtype": BF16, "reduce_dtype": torch.float32}
     policy = MixedPrecisionPolicy(BF16, torch.float32)
-    with both(Net, FSDP, options=options, fsdp={"mp_policy": policy}) as pair:
+    with both(Net, "dedicated fsdp", options=options, fsdp={"mp_policy": policy}) as pair:
         before = weights(pair.twin)
         for step in range(3):
             rounded_backward(pair, step, set(before))
@@ -534,7 +533,7 @@ def test_ddp_options_a_mesh_and_compiled_models(rank, world):
     ]
     wraps = [partial(ddp, **way) for way in ways] + [partial(torch.compile, backend="eager")]
     for wrap in wraps:
-        with both(Used, REDUCED, wrap=wrap) as pair:
+        with both(Used, "reduced", wrap=wrap) as pair:
             pair.train(range(3))
             pair.check()
     torch.compiler.reset()
@@ -570,7 +569,7 @@ def norm_loss(model, inputs):
 @distributed(4)
 def test_models_of_unusual_make_up(rank, world):
     for case in ({"build": TwoMatrices}, {"build": OnlyMatrices, "loss_of": norm_loss}):
-        with both(layout=REDUCED, **case) as pair:  # more ranks than matrices
+        with both(layout="reduced", **case) as pair:  # more ranks than matrices
             pair.train(range(3))
             pair.check()
 
@@ -582,7 +581,7 @@ def test_frozen_parameters_let_gradients_through(rank, world):
         model.blocks[1].requires_grad_(False)
         model.mid.weight.requires_grad_(False)
 
-    for layout in (*AT_OWNERS, DDP, replace(sharded(build=Net), wrap=shard_units)):
+    for layout in (*AT_OWNERS, "ddp", replace(sharded(build=Net), wrap=shard_units)):
         with both(Net, layout, change=freeze) as pair:
             assert all(p.requires_grad for p in pair.own.dedicated_params)
             before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}

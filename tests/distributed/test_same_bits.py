@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.dtensors import distributed_as, local_shard
+from tests.distributed.compare import whole
 from tests.distributed.harness import Pools
-from tests.distributed.twins import Layout, Trained, whole
+from tests.distributed.layouts import Layout
+from tests.distributed.twins import Trained
 
 STEPS = 4
 # Several of a shape, so that batches of 1, 2, 3, ... occur, and matrices beside their transposes.

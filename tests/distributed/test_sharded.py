@@ -25,23 +25,11 @@ import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
+from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch, loss_of
-from tests.distributed.twins import (
-    FSDP2,
-    HSDP,
-    MUON,
-    Layout,
-    assert_bitwise,
-    assert_close,
-    both,
-    data_mesh,
-    gathered,
-    mesh_of,
-    sharded,
-    vocabulary,
-    weights,
-)
+from tests.distributed.layouts import Layout, data_mesh, mesh_of, sharded, vocabulary
+from tests.distributed.models import batch, loss_of, weights
+from tests.distributed.twins import MUON, both
 
 # ---- any placement, any gradient -----------------------------------------------------------
 
@@ -177,7 +165,7 @@ def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
     """Also where one rank has measured products in bfloat16 as slow."""
     is_fast = [rank != slow] if slow is not None else devices._has_bf16
     half = {"muon": {"ns_dtype": torch.bfloat16}, "only": {"period": 2}}
-    with patch.object(devices, "_has_bf16", is_fast), both(layout=HSDP, **half) as pair:
+    with patch.object(devices, "_has_bf16", is_fast), both(layout="hsdp", **half) as pair:
         pair.train_alone(range(4))
         pair.opt.synchronize()
         for name, p in pair.model.named_parameters():
@@ -277,7 +265,10 @@ def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
 
 @distributed(2)
 def test_two_models_in_one_optimizer_are_told_apart(rank, world):
-    with both(layout=FSDP2, alone=True) as first, both(layout=FSDP2, seed=1, alone=True) as second:
+    with (
+        both(layout="fsdp2", alone=True) as first,
+        both(layout="fsdp2", seed=1, alone=True) as second,
+    ):
         pairs = first, second
         owns = [dmuon.dedicate_params(pair.model) for pair in pairs]
         both_of = [*first.model.parameters(), *second.model.parameters()]
@@ -320,7 +311,7 @@ def test_numbers_of_numpy_in_a_group_count_as_ones_own(rank, world):
     """They are kept as Python's before anything travels: engines take nothing else."""
     import numpy as np
 
-    with both(layout=FSDP2, muon={"ns_steps": 4}) as pair:
+    with both(layout="fsdp2", muon={"ns_steps": 4}) as pair:
         for group in pair.opt.param_groups:
             group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
         pair.train(range(2))

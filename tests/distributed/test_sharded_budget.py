@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmuon
 from dmuon.dtensors import local_tensor
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.twins import Both, both, gathered, laid_out, mesh_of, sharded
+from tests.distributed.layouts import mesh_of, sharded
+from tests.distributed.twins import Both, both, laid_out
 from tests.transports import Clock, ClockTransport, RecordingTransport
 
 

@@ -10,9 +10,11 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from dmuon.dtensors import whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
+from tests.distributed.compare import assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch
-from tests.distributed.twins import FSDP2, Layout, assert_close, both, sharded, weights
+from tests.distributed.layouts import Layout, sharded
+from tests.distributed.models import batch, weights
+from tests.distributed.twins import both
 from tests.transports import DelayingTransport
 
 SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
@@ -20,7 +22,7 @@ SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
 
 @distributed(2)
 def test_explicit_prefetch_sees_published_values(rank, world):
-    with both(layout=FSDP2, **SLOW) as pair:
+    with both(layout="fsdp2", **SLOW) as pair:
         for step in range(3):
             pair.train([step])
             if step == 0:  # in the middle of training
@@ -30,7 +32,7 @@ def test_explicit_prefetch_sees_published_values(rank, world):
 
 @distributed(2)
 def test_evaluation_and_state_dict_right_after_step(rank, world):
-    with both(layout=FSDP2, **SLOW) as pair:
+    with both(layout="fsdp2", **SLOW) as pair:
         for step in range(3):
             pair.model.train()
             pair.train([step])
@@ -90,7 +92,7 @@ class _Stream:
 @distributed(2)
 def test_streams_that_read_shards_wait_for_each_update(rank, world):
     """On CUDA FSDP2 reads shards on a stream of its own, which it orders once a forward."""
-    with both(layout=FSDP2) as pair:
+    with both(layout="fsdp2") as pair:
         pair.train_alone([0])
         context = pair.model._get_fsdp_state()._comm_ctx
         stream = context.all_gather_copy_in_stream = _Stream(pair.own.runtime.pipeline)

@@ -9,27 +9,16 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import IN_TURN, layouts, sharded
 from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
-from tests.distributed.twins import (
-    DDP,
-    FSDP,
-    FSDP2,
-    IN_TURN,
-    KEPT,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    both,
-    layouts,
-    sharded,
-)
+from tests.distributed.twins import both
 from tests.internals import Orthogonalizer
 
 
-@layouts(PLAIN, KEPT, FSDP, REDUCED, REDUCED_DDP, DDP)
+@layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp")
 @distributed(2)
 def test_right_steps_pass(rank, world, layout):
-    dtype = torch.bfloat16 if layout in (KEPT, REDUCED_DDP) else torch.float32
+    dtype = torch.bfloat16 if layout in ("dedicated kept", "reduced ddp") else torch.float32
     for build, more in ((Net, {}), (Pieces, IN_TURN)):
         muon, checked = {"ns_dtype": dtype}, {"verify_every": 1}
         with both(build, layout, muon=muon, only=checked, **more) as pair:
@@ -63,7 +52,7 @@ def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
         return [update.mul_(1.5) for update in updates] if rank == 1 else updates
 
     with (
-        both(layout=FSDP2, only={"verify_every": 1}, request=shared(2)) as pair,
+        both(layout="fsdp2", only={"verify_every": 1}, request=shared(2)) as pair,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(Orthogonalizer, "run_together", broken)
@@ -85,7 +74,7 @@ def corrupted(pair, rank, launch):
     return broken
 
 
-@layouts(REDUCED, DDP)
+@layouts("reduced", "ddp")
 @distributed(2, 3)
 def test_a_replica_that_changed_is_named(rank, world, layout):
     with both(Net, layout, only={"verify_every": 2}) as pair:
@@ -150,10 +139,10 @@ def wrong_results(run):
     return broken
 
 
-@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
+@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 @distributed(2)
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
-    laid, told = sharded(build=Net) if layout == FSDP2 else layout, ""
+    laid, told = sharded(build=Net) if layout == "fsdp2" else layout, ""
     with both(Net, laid, only={"verify_every": 1}) as pair:
         (engine,) = pair.opt._run.engines
         if rank == 1:
