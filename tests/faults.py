@@ -139,29 +139,19 @@ class Point:
     victim: int = 1
 
 
+TAGS = (
+    "gradients", "gradients across replicas", "rest", "flags", "verdict", "norms", "rms", "gather",
+    "scatter", "replicate", "updates", "telemetry", "publish",
+)  # fmt: skip
 POINTS = {
     "forward": Point(_in_forward),
     "backward": Point(_in_backward),
     "before Newton-Schulz": Point(_before_newton_schulz),
-    # collectives of a step, as `opt.stats()["bytes"]` and errors name them
-    "gradients": Point(_collective("gradients")),
-    "gradients across replicas": Point(_collective("gradients across replicas")),
-    "rest": Point(_collective("rest")),
-    "flags": Point(_collective("flags")),
-    "verdict": Point(_collective("verdict")),  # where owners have the gradients
-    "norms": Point(_collective("norms")),  # elsewhere
-    "rms": Point(_collective("rms")),
-    "gather": Point(_collective("gather")),
-    "scatter": Point(_collective("scatter")),
-    "replicate": Point(_collective("replicate")),
-    "updates": Point(_collective("updates")),
-    "telemetry": Point(_collective("telemetry")),
-    "weights of forward": Point(_collective("forward")),
-    "weights of backward": Point(_collective("backward")),
-    "publish": Point(_collective("publish")),
-    "waiting for scatter": Point(_wait("scatter")),
-    "waiting for updates": Point(_wait("updates")),
-    "waiting for publish": Point(_wait("publish")),
+    # collectives of a step, as `opt.stats()["bytes"]` and errors name them; owners have gradients
+    # where there is a "verdict", elsewhere there are "norms"
+    **{tag: Point(_collective(tag)) for tag in TAGS},
+    **{f"weights of {way}": Point(_collective(way)) for way in ("forward", "backward")},
+    **{f"waiting for {tag}": Point(_wait(tag)) for tag in ("scatter", "updates", "publish")},
     # planning
     "planning: process group": Point(_method(C10dTransport, "__init__"), "start"),
     "planning: device": Point(_method(C10dTransport, "begin"), "start"),

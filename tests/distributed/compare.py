@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -62,15 +62,6 @@ def assert_bitwise(found: Any, expected: Any, what: str = "") -> None:
             assert_bitwise(one, other, what)
     else:
         assert found == expected, what
-
-
-def is_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
 
 
 def assert_equal_on_all_ranks(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dmuon
 from dmuon.tools.parallel_models import CASES, ParallelCase, ParallelModel
+from tests.distributed.harness import distributed
 from tests.distributed.models import Net, Vocabulary, wrap
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -89,8 +90,12 @@ IN_TURN: dict[str, Any] = {
 }
 
 
-def layouts(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layout", names)
+def layouts(*names: str, worlds: Sequence[int] = ()) -> Callable[[Any], Any]:
+    """A test of each of these layouts, whose body runs on every rank; ``worlds``: other numbers of
+    ranks than the layouts' own."""
+    rows = [(name, world) for name in names for world in worlds or [LAYOUTS[name].world]]
+    each = pytest.mark.parametrize(("layout", "world"), rows)
+    return lambda body: each(distributed()(body))
 
 
 def mesh_of(shape: Sequence[int], axes: Sequence[str] | None = None) -> DeviceMesh:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -79,9 +72,10 @@ CASES = {
 }
 
 
-def cases(*names: str) -> pytest.MarkDecorator:
-    """A test of each of these layouts."""
-    return pytest.mark.parametrize(("name", "world"), [(n, CASES[n].world) for n in names])
+def cases(*names: str) -> Callable[[Any], Any]:
+    """A test of each of these layouts, whose body runs on every rank."""
+    each = pytest.mark.parametrize(("name", "world"), [(n, CASES[n].world) for n in names])
+    return lambda body: each(distributed()(body))
 
 
 class Training(Trained):
@@ -230,7 +224,6 @@ OWNERS = [name for name, laid in CASES.items() if laid.own]
 
 
 @cases("ddp", *OWNERS, "fsdp2", "tp+fsdp")
-@distributed()
 def test_torchs_options_give_and_take_the_state(rank, world, name):
     """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit."""
     first = Training(CASES[name])
@@ -276,7 +269,6 @@ def through_a_file(value: Any) -> Any:
 
 
 @cases("ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep")
-@distributed()
 def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name, tmp_path):
     """A save that begins while updates travel and ends when training has gone on."""
     first, folder = Training(CASES[name], publish="async"), str(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.tools.parallel_models import CASES, ParallelModel
+from dmuon.tools.parallel_models import CASES, ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.distributed.test_collective_order import Late, Recorders, assert_one_order
-from tests.distributed.twins import MUON, both, follow, laid_out, planned
+from tests.distributed.twins import MUON, Trained, both, follow, laid_out, planned
 from tests.internals import ParamsRuntime
 
 STEPS = 3
@@ -127,25 +124,22 @@ def test_block_steps_between_full_ones(rank, world, period):
 
 
 @distributed(4)
-def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world):
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0)
+def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world, tmp_path):
     whole = {}
     for k, first, last in ((4, 0, 3), ("off", 3, 5), (2, 3, 5)):
-        with both(layout="hsdp", request=shared(k)) as pair:
-            if first:
-                model, state = get_state_dict(pair.model, pair.opt)
-                saved = {"model": model, "optimizer": state}
-                dcp.load(saved, checkpoint_id=folder[0])
-                state = {"model_state_dict": model, "optim_state_dict": saved["optimizer"]}
-                set_state_dict(pair.model, pair.opt, **state)
-            pair.train_alone(range(first, last))
-            pair.opt.synchronize()
-            assert pair.own.plan.has_co_owners == (k != "off")
-            if not first:
-                model, state = get_state_dict(pair.model, pair.opt)
-                dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder[0])
-            whole[k] = pair.whole()
+        torch.manual_seed(0)
+        trained = Trained(LAYOUTS["hsdp"], ParallelModel(), planning=shared(k), **MUON)
+        assert trained.opt.report() and trained.opt.ownership.plan.has_co_owners == (k != "off")
+        if first:
+            trained.load(str(tmp_path))
+        for step in range(first, last):
+            loss_of(trained.model, batch(step, rank)).backward()
+            trained.opt.step()
+            trained.opt.zero_grad()
+        if not first:
+            trained.save(str(tmp_path))
+        whole[k] = trained.weights()
+        trained.close()
     assert_close(whole[2], whole["off"])
 
 

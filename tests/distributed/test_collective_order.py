@@ -251,7 +251,6 @@ PATTERNS = {
 
 
 @layouts("dedicated", "reduced")
-@distributed(2)
 def test_collectives_are_the_same_on_every_rank_whatever_the_gradients(rank, world, layout):
     small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == "reduced" else {}
     for uses_spare in PATTERNS.values():

@@ -18,7 +18,6 @@ from torch import Tensor
 from dmuon.dtensors import local_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.compare import assert_bitwise
-from tests.distributed.harness import distributed
 from tests.distributed.test_checkpoints import CASES, Training, cases
 
 
@@ -105,7 +104,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @cases("ddp", "reduce_to_owner", "dedicated", "fsdp2")
-@distributed()
 def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_path):
     whole_folder = tmp_path / "whole"
     training = Training(CASES[name])

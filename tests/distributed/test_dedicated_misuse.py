@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
-from tests.distributed.compare import gathered, largest_difference, whole
+from tests.distributed.compare import assert_bitwise, gathered, whole
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import mesh_of, shard_units
 from tests.distributed.models import Net, batch, seeded, weights
@@ -104,12 +104,12 @@ def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused
         assert copy.deepcopy(model).mid.weight.shape == (18, 24)
         model.load_state_dict(other.state_dict())
         saved = copy.deepcopy(model.state_dict())
-    assert largest_difference(saved, other.state_dict()) == 0
+    assert_bitwise(saved, other.state_dict())
     by_rows = model.state_dict()["mid.weight"]
     assert by_rows.to_local().shape == (9, 24)
     assert torch.equal(by_rows.full_tensor(), other.mid.weight)
     model.load_state_dict(seeded(seed=2).state_dict())  # whole, on every rank
-    assert largest_difference(whole(model, own), weights(seeded(seed=2))) == 0
+    assert_bitwise(whole(model, own), weights(seeded(seed=2)))
     model.blocks[0].load_state_dict(other.blocks[0].state_dict())
     model.load_state_dict({"mid.weight": by_rows}, strict=False)
     found = whole(model, own)
@@ -117,13 +117,13 @@ def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused
     assert torch.equal(found["blocks.0.up.weight"], other.blocks[0].up.weight)
     with pytest.raises(RuntimeError, match=r"size mismatch for mid\.weight: \[3, 3\] was saved"):
         model.load_state_dict({"mid.weight": torch.zeros(3, 3)}, strict=False)
-    assert largest_difference(whole(model, own), found) == 0
+    assert_bitwise(whole(model, own), found)
     with pytest.raises(OwnershipError, match="assign=True"):
         model.blocks[0].load_state_dict(other.blocks[0].state_dict(), assign=True)
     assert torch.equal(whole(model, own)["blocks.0.up.weight"], found["blocks.0.up.weight"])
     model.load_state_dict(other.state_dict())
     own.close()
-    assert largest_difference(weights(model), weights(other)) == 0
+    assert_bitwise(weights(model), weights(other))
 
 
 @distributed(3)
@@ -155,7 +155,7 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
             alone = RuntimeError if change is another_shape else ConsensusError
             with pytest.raises(alone if rank == culprit else ConsensusError, match=told):
                 model.load_state_dict(state)
-            assert largest_difference(matrices(), before) == 0
+            assert_bitwise(matrices(), before)
     state = other.state_dict()
     another_shape(state)
     with pytest.raises(RuntimeError, match="size mismatch for mid"):
@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
     state["net.blocks.0.norm.weight"] = torch.zeros(3)  # which torch finds
     with pytest.raises(RuntimeError, match=r"net\.blocks\.0\.norm"):
         model.load_state_dict(state)
-    assert largest_difference(matrices(), before) == 0
+    assert_bitwise(matrices(), before)
     state = other["net"].state_dict()
     del state["mid.weight"]
     options = StateDictOptions(full_state_dict=True)
@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
         set_model_state_dict(net, state, options=options)
     # What cut a call off does not stay.
     model.load_state_dict(other.state_dict())
-    assert largest_difference(whole(net, own), weights(other["net"])) == 0
+    assert_bitwise(whole(net, own), weights(other["net"]))
     net.mid.load_state_dict(seeded(seed=2).mid.state_dict())
     own.close()
     assert torch.equal(net.mid.weight, seeded(seed=2).mid.weight)

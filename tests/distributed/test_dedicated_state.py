@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
-from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import DEDICATED, IN_TURN, layouts, mesh_of
 from tests.distributed.models import Net, Pieces, seeded, weights
@@ -22,7 +19,6 @@ from tests.distributed.twins import MUON, both
 
 
 @layouts("dedicated", "dedicated fsdp")
-@distributed(2)
 def test_weights_can_be_read_inside_materialized_only(rank, world, layout):
     with both(Net, layout) as pair:
         pair.train(range(2))
@@ -70,7 +66,6 @@ def write_and_train(*args, **kwargs):
 
 
 @layouts(*DEDICATED)
-@distributed(2)
 def test_what_is_written_inside_materialized_persists(rank, world, layout):
     write_and_train(Net, layout)
     write_and_train(Pieces, layout, **IN_TURN)
@@ -80,56 +75,6 @@ def test_what_is_written_inside_materialized_persists(rank, world, layout):
 def test_what_is_written_reaches_every_replica(rank, world):
     write_and_train(Net, mesh=(2, 2))
     write_and_train(Pieces, mesh=(2, 2), **IN_TURN)
-
-
-# ---- resuming --------------------------------------------------------------------------------
-
-
-def saved(pair):
-    """Copies of both state dicts, as they would be read back from files."""
-    return copy.deepcopy(pair.model.state_dict()), copy.deepcopy(pair.opt.state_dict())
-
-
-def load(pair, state, opt_state):
-    pair.model.load_state_dict(state)
-    pair.opt.load_state_dict(opt_state)
-
-
-def resumes_bitwise(*args, **kwargs):
-    """In the same model, and in another one that has learnt something else."""
-    request = {"solver": "round_robin"}
-    with both(*args, request=request, **kwargs) as pair:
-        pair.train_alone(range(2))
-        files = saved(pair)
-        pair.train_alone(range(2, 4))
-        expected = pair.whole()
-        load(pair, *files)
-        pair.train_alone(range(2, 4))
-        assert_bitwise(pair.whole(), expected)
-    with both(*args, request=request | {"plan": pair.own.plan}, **kwargs) as pair:
-        pair.train_alone([7])
-        load(pair, *files)
-        assert pair.opt.stats()["steps"] == 2
-        pair.train_alone(range(2, 4))
-        assert_bitwise(pair.whole(), expected)
-
-
-@layouts("dedicated", "dedicated fsdp")
-@distributed(2)
-def test_resuming_is_bitwise(rank, world, layout):
-    resumes_bitwise(Net, layout)
-    resumes_bitwise(Pieces, layout, select=IN_TURN["select"])
-
-
-@distributed(2)
-def test_resuming_with_master_weights_is_bitwise(rank, world):
-    bfloat16 = {"change": lambda model: model.to(torch.bfloat16)}
-    resumes_bitwise(**bfloat16, only={"master_weights": True})
-
-
-@distributed(4)
-def test_resuming_with_replicas_is_bitwise(rank, world):
-    resumes_bitwise(Net, "dedicated fsdp", mesh=(2, 2))
 
 
 # ---- closing ---------------------------------------------------------------------------------
@@ -148,7 +93,6 @@ def assert_ordinary(model, twin):
 
 
 @layouts(*DEDICATED)
-@distributed(2)
 def test_closing_makes_the_model_ordinary_again(rank, world, layout):
     with both(Net, layout) as pair:
         pair.train(range(3))

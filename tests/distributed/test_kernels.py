@@ -63,7 +63,7 @@ SHARDED = sharded(build=Widths)
 def planned_as(layout, *, build=Widths, **case):
     """`both` with these costs (or a plan)."""
     request = {"solver": "auto", **case.pop("request", {})}
-    laid = SHARDED if layout == "sharded" else LAYOUTS[layout]
+    laid = SHARDED if layout == "fsdp2" else LAYOUTS[layout]
     return both(build, laid, loss_of=loss_of, request=request, **case)
 
 
@@ -81,7 +81,7 @@ def groups(model):
 
 
 @pytest.mark.parametrize(
-    ("layout", "period"), [("reduced", 1), ("sharded", 1), ("sharded", 3), ("dedicated", 1)]
+    ("layout", "period"), [("reduced", 1), ("fsdp2", 1), ("fsdp2", 3), ("dedicated", 1)]
 )
 @distributed(2)
 def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, layout, period):
@@ -106,8 +106,7 @@ def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, la
             assert pair.opt.stats()["kernels"]["workspace_bytes"] == nbytes
 
 
-@layouts("reduced", "sharded", "dedicated")
-@distributed(2)
+@layouts("reduced", "fsdp2", "dedicated")
 def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
     for kernel in ("standard/torch/float32", "gram[1,3]/torch_strips/float32"):
         saved, results = None, []
@@ -151,9 +150,9 @@ class Alike(nn.Module):
     ("layout", "dtype", "period"),
     [
         ("reduced", torch.float32, 1),
-        ("sharded", torch.bfloat16, 1),
+        ("fsdp2", torch.bfloat16, 1),
         ("dedicated", torch.bfloat16, 1),
-        ("sharded", torch.bfloat16, math.inf),
+        ("fsdp2", torch.bfloat16, math.inf),
     ],
 )
 @distributed(2)

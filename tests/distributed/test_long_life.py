@@ -79,7 +79,6 @@ def our_hooks(training: Training) -> list[str]:
 
 
 @cases("ddp", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp")
-@distributed()
 def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name):
     mesh, hooks, seen = mesh_for(name), [], []
     groups = resources()["groups"]
@@ -116,7 +115,6 @@ def collected() -> dict[str, Any]:
 
 
 @cases("fsdp2", "reduce_to_owner ddp")
-@distributed()
 def test_a_cell_that_runs_again_and_again(rank, world, name):
     """The cell that makes a model runs twenty times, or as often with an error of the user's."""
     mesh, seen, error, fails = mesh_for(name), [], None, "ddp" in name
@@ -164,7 +162,6 @@ def renew(training: Training, step: int, state: dict[str, Any]) -> None:
 
 
 @cases("fsdp2", "ddp", "reduce_to_owner", "dedicated")
-@distributed()
 def test_a_second_optimizer_for_the_same_model(rank, world, name):
     """The cell that makes the optimizer runs again over the same model."""
     case, mesh = CASES[name], mesh_for(name)
@@ -219,7 +216,6 @@ IN_TURN = {
 
 
 @cases(*IN_TURN)
-@distributed()
 def test_the_same_model_dedicated_twice_in_turn(rank, world, name):
     """Dedicated, closed and dedicated again, in one layout and then in others."""
     case, mesh = CASES[name], mesh_for(name)
@@ -274,7 +270,6 @@ def planted(owner: Any, name: str, error: Exception | None) -> Iterator[None]:
 
 
 @cases("ddp", "fsdp2", "reduce_to_owner", "dedicated")
-@distributed()
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(rank, world, name):
     case, mesh = CASES[name], mesh_for(name)
 

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
@@ -73,25 +69,6 @@ def test_period_one_is_muon_bitwise(rank, world):
     assert_bitwise(weights_after(2, period=1), plain)
     blocks = weights_after(2, period=2)
     assert not all(torch.equal(blocks[name], weight) for name, weight in plain.items())
-
-
-@pytest.mark.parametrize(
-    ("period", "through_torch"), [(3, True), (dmuon.LinearPeriod(1, 4, 6), False)]
-)
-@distributed(2)
-def test_a_checkpoint_in_mid_period_resumes_there(rank, world, period, through_torch):
-    straight, only = weights_after(6, period=period), {"period": period}
-    with both(layout="fsdp2", only=only) as first, both(layout="fsdp2", seed=1, only=only) as again:
-        first.train_alone(range(4))
-        if through_torch:
-            saved = get_optimizer_state_dict(first.model, first.opt)
-            set_optimizer_state_dict(again.model, again.opt, saved)
-        else:
-            again.opt.load_state_dict(first.opt.state_dict())
-        again.model.load_state_dict(first.model.state_dict())
-        assert again.opt.stats()["steps"] == 4
-        again.train_alone(range(4, 6))
-        assert_bitwise(again.whole(), straight)
 
 
 @distributed(4)

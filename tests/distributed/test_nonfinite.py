@@ -87,7 +87,6 @@ CASES = {
 
 @HOSTS
 @layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp", "fsdp2")
-@distributed(2)
 def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
     for begin, (name, value, where) in enumerate(CASES.values()):
         with on(host), both(Net, laid(layout)) as pair:
@@ -100,15 +99,13 @@ def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
 
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
-@distributed(2)
 def test_raise_is_an_error_on_every_rank(rank, world, layout):
     with both(Net, laid(layout), only={"nonfinite": "raise"}) as pair:
         pair.train(range(2))
         skips_a_step(pair, layout, "mid.weight", math.nan if rank else 0.0, raises=True)
 
 
-@layouts("dedicated", "reduced", "hsdp")
-@distributed(4)
+@layouts("dedicated", "reduced", "hsdp", worlds=(4,))
 def test_replicas_skip_too(rank, world, layout):
     """Where one rank holds a replica of an HSDP mesh's shard, it counts for all."""
     name = "blocks.0.mix.weight" if layout == "hsdp" else "blocks.2.down.weight"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from tests.distributed.models import (
     weights,
     without_root,
 )
-from tests.distributed.twins import MUON, Rows, both, follow
+from tests.distributed.twins import MUON, Rows, both
 
 # ---- the order of calls ----------------------------------------------------------------------
 
@@ -115,6 +116,20 @@ def keep_losses(model):
 def loss_with_kept(model, inputs):
     loss = loss_of(model, inputs)
     return loss + sum(block.aux + block.losses[0] for block in model.blocks)
+
+
+class Attending(nn.Module):
+    """`nn.MultiheadAttention` reads the weights of its ``out_proj`` without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(24, 3, bias=False, batch_first=True)
+        self.mlp = Block(24, 56)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
 
 
 # ---- tied weights ----------------------------------------------------------------------------
@@ -345,6 +360,8 @@ PROGRAMS = Rows()
 program = PROGRAMS.add
 
 
+EITHER = ("dedicated", "dedicated kept")
+EACH = (*EITHER, "reduced")
 GROUPS = {
     "linears": lambda name, module: isinstance(module, nn.Linear),
     "nested": lambda name, module: name in ("blocks.0", "blocks.0.up", "blocks.1", "blocks.2.down"),
@@ -353,136 +370,73 @@ GROUPS = {
 }
 
 for name in ORDERS:
-    program(name, "dedicated", "dedicated kept", "reduced", **ordered(name), steps=4)
-for name in ("backwards", "in turn", "twice with others between"):
-    for n in (0, 3):
-        options = {"prefetch": n}
-        program(
-            f"{name}, FSDP2, prefetch={n}",
-            "dedicated fsdp",
-            **ordered(name),
-            steps=4,
-            options=options,
-        )
+    program(name, *EACH, **ordered(name), steps=4)
+for name, n in product(("backwards", "in turn", "twice with others between"), (0, 3)):
+    case = ordered(name) | {"options": {"prefetch": n}}
+    program(f"{name}, FSDP2, prefetch={n}", "dedicated fsdp", **case, steps=4)
+for name in ("some and several", "twice with others between"):
+    program(f"{name}, replicas", world=4, mesh=(2, 2), **ordered(name))
 for f in WAYS:
-    program(f.__name__, "dedicated", "dedicated kept", "reduced", loss_of=f)
-program("ways alternate", "dedicated", "dedicated kept", "reduced", round=ways_alternate)
-program("a part later", "dedicated", "dedicated kept", "reduced", build=PartLater)
-program("losses kept as attributes", "dedicated", change=keep_losses, loss_of=loss_with_kept)
+    program(f.__name__, *EACH, loss_of=f)
+program("ways alternate", *EACH, round=ways_alternate)
+program("a part later", *EACH, build=PartLater)
+program("losses kept as attributes", change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
     program(f"groups: {name}", "dedicated", "dedicated fsdp", options={"groups": f})
 for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
-    program(
-        f"groups: {name}, any order", "dedicated", **ordered("some and several"), options=groups
-    )
-    program(f"groups: {name}, children alone", "dedicated", loss_of=children_alone, options=groups)
-program("a block at two places", "dedicated", "dedicated kept", "reduced", change=shared)
-program("two tied blocks", "dedicated", "dedicated kept", "dedicated fsdp", "reduced", change=tied)
+    program(f"groups: {name}, any order", **ordered("some and several"), options=groups)
+    program(f"groups: {name}, children alone", loss_of=children_alone, options=groups)
+program("a block at two places", *EACH, change=shared)
+program("two tied blocks", *DEDICATED, "reduced", change=tied)
 program("a tied head", "dedicated", "reduced", change=tied_head)
-program(
-    "a block tied to the root",
-    "dedicated",
-    "dedicated kept",
-    build=partial(net_of, Square),
-    change=tied_inside_and_to_the_root,
-)
+square = partial(net_of, Square)
+program("a block tied to the root", *EITHER, build=square, change=tied_inside_and_to_the_root)
 for name in WRAPPINGS:
-    program(f"{name} out", "dedicated", build=partial(Wrapping, name))
-program("no gradient of the inputs", "dedicated", change=frozen_start)
-program("nor of the first block", "dedicated", change=frozen_first_block)
+    program(f"{name} out", build=partial(Wrapping, name))
+program("no gradient of the inputs", change=frozen_start)
+program("nor of the first block", change=frozen_first_block)
 
 for again in (False, True):
     kind = "reentrant" if again else "saved"
     program(f"{kind} blocks", *DEDICATED, "reduced", build=partial(Checkpointed, again))
     program(f"{kind} block", "dedicated", "reduced", build=partial(Checkpointed, again, (1,)))
-    program(
-        f"{kind} inside",
-        "dedicated",
-        "reduced",
-        build=partial(net_of, partial(InnerCheckpoint, again)),
-    )
+    inner = partial(net_of, partial(InnerCheckpoint, again))
+    program(f"{kind} inside", "dedicated", "reduced", build=inner)
     for n in (0, 3):
         wrap = partial(checkpoint_blocks, reentrant=again)
-        program(f"{kind} wrapper, prefetch={n}", "dedicated", wrap=wrap, options={"prefetch": n})
+        program(f"{kind} wrapper, prefetch={n}", wrap=wrap, options={"prefetch": n})
     # Re-entrant checkpointing of a block whose input has no gradient gives it none: with torch
     # alone as well, so the first block is left out.
     some = partial(Checkpointed, again, (1, 2) if again else (0, 1, 2))
-    program(f"{kind}, no gradient of the inputs", "dedicated", build=some, change=frozen_start)
-program("saved, first block frozen", "dedicated", build=some, change=frozen_first_block)
-program("two blocks a checkpoint", "dedicated", build=Segments, change=without_biases)
-program(
-    "the same, accumulated",
-    "dedicated",
-    build=Segments,
-    change=without_biases,
-    round=some_in_no_sync,
-)
+    program(f"{kind}, no gradient of the inputs", build=some, change=frozen_start)
+program("saved, first block frozen", build=some, change=frozen_first_block)
+segments = {"build": Segments, "change": without_biases}
+program("two blocks a checkpoint", **segments)
+program("the same, accumulated", **segments, round=some_in_no_sync)
 
 program("backward only in no_sync", "dedicated", "reduced", "reduced ddp", round=inside_no_sync)
 program("gradients dropped", "dedicated", "reduced", round=after_dropped_gradients)
 for forward in (False, True):
     lazy = partial(a_rank_without_backward, forward=forward)
-    program(
-        f"a rank without backward, {forward=}",
-        "dedicated",
-        "dedicated kept",
-        "reduced",
-        round=lazy,
-        steps=4,
-    )
+    program(f"a rank without backward, {forward=}", *EACH, round=lazy, steps=4)
 for how in ("at once", "in turn", "last first", "graph retained"):
     program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
-last_first = {"change": without_biases, "round": partial(two_losses, how="last first")}
-program(
-    "two losses of blocks in another order",
-    "dedicated",
-    "dedicated kept",
-    **ordered("backwards"),
-    **last_first,
-)
+last_first = ordered("backwards") | {"round": partial(two_losses, how="last first")}
+program("two losses, another order", *EITHER, **last_first, change=without_biases)
 for factor in (0.0, 1.0):
     inside = partial(inside_materialized, factor=factor)
-    program(f"inside materialized, {factor} penalties", "dedicated", "dedicated kept", round=inside)
+    program(f"inside materialized, {factor} penalties", *EITHER, round=inside)
 program("evaluated at any time", *DEDICATED, round=evaluated_at_any_time)
-program("losses thrown away", "dedicated", "dedicated kept", round=losses_thrown_away)
+build = partial(net_of, Attending)
+program("attention without hooks", *DEDICATED, build=build, round=evaluated_at_any_time)
+program("losses thrown away", *EITHER, round=losses_thrown_away)
 
 
 @PROGRAMS.each()
 @distributed()
 def test_programs_follow_the_reference(rank, world, name):
     PROGRAMS.follow(name)
-
-
-@distributed(4)
-def test_orders_of_calls_with_replicas(rank, world):
-    for name in ("some and several", "twice with others between"):
-        follow(mesh=(2, 2), **ordered(name))
-
-
-class Attending(nn.Module):
-    """`nn.MultiheadAttention` reads the weights of its ``out_proj`` without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(24)
-        self.attention = nn.MultiheadAttention(24, 3, bias=False, batch_first=True)
-        self.mlp = Block(24, 56)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
-
-
-@layouts(*DEDICATED)
-@distributed(2)
-def test_multihead_attention(rank, world, layout):
-    with both(partial(net_of, Attending), layout) as pair:
-        pair.train(range(3))
-        pair.check()
-        pair.model.eval(), pair.twin.eval()  # another code path
-        pair.assert_same_loss(9)
-        assert any("out_proj" in n for r in range(world) for n in pair.own.owned_by(r))
 
 
 @distributed(2)
@@ -543,14 +497,9 @@ def all_of_it(model, backend):
     return model
 
 
-COMPILED = [
-    ("eager", all_of_it),
-    ("aot_eager", in_place),
-    ("aot_eager", wrapped),
-]
-
-
-@pytest.mark.parametrize("backend, how", COMPILED)
+@pytest.mark.parametrize(
+    ("backend", "how"), [("eager", all_of_it), ("aot_eager", in_place), ("aot_eager", wrapped)]
+)
 @distributed(2)
 def test_compiled_models(rank, world, backend, how):
     torch.compiler.reset()
@@ -597,7 +546,6 @@ def some_ranks_use_spare(model, step, rank):
 
 
 @layouts(*DEDICATED, "reduced")
-@distributed(2)
 def test_collectives_of_the_user_between_ours(rank, world, layout):
     """In backward while ours are in flight: in another group, so none cross, whoever is late."""
     with both(Talking, layout) as pair:

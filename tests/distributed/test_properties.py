@@ -26,11 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.tools.parallel_models import _shard
@@ -168,7 +164,7 @@ def chunks(first: int, last: int, parts: int) -> list[tuple[int, int]]:
 
 
 def boxes(piece: Piece, number: int, name: str) -> list[tuple[tuple[int, int], ...]]:
-    """What the ranks of a sharded layout hold of a weight, each once: a range in each dim."""
+    """The parts of a weight that ranks of a sharded layout hold, each once: a range in each dim."""
     case = LAYOUTS[name]
     found: list[tuple[tuple[int, int], ...]] = [tuple((0, size) for size in piece.shape)]
     for axis, parts in reversed([*zip(case.axes, case.mesh)]):  # "tp" first
@@ -179,11 +175,8 @@ def boxes(piece: Piece, number: int, name: str) -> list[tuple[tuple[int, int], .
             if not is_projection or not _is_parallel(piece.shape, number, case.axes):
                 continue
         if axis != "replicate":
-            found = [
-                (*box[:dim], part, *box[dim + 1 :])
-                for box in found
-                for part in chunks(*box[dim], parts)
-            ]
+            cut = [(box, part) for box in found for part in chunks(*box[dim], parts)]
+            found = [(*box[:dim], part, *box[dim + 1 :]) for box, part in cut]
     return found
 
 
@@ -223,13 +216,8 @@ class Example:
 
     def settings(self) -> dict[str, Any]:
         """Those that are also the reference's."""
-        return {
-            "lr": LR,
-            "adamw_lr": LR / 10,
-            "adamw_eps": 1e-3,
-            "ns_dtype": torch.float32,
-            **dict(self.muon),
-        }
+        known = {"lr": LR, "adamw_lr": LR / 10, "adamw_eps": 1e-3, "ns_dtype": torch.float32}
+        return known | dict(self.muon)
 
     def inputs(
         self, step: int, part: int, rank: int, ranks: int, *, alike: bool
@@ -257,12 +245,8 @@ layouts = st.sampled_from([1, 1, 2, 2, 2, 2, 2, 2, 2, 4, 3]).flatmap(
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     size = st.integers(1, 12) | st.sampled_from([1, 2, 3, 16, 21])
-    pieces = draw(
-        st.lists(
-            st.builds(Piece, st.sampled_from(KINDS), size, size, st.integers(1, 4)),
-            max_size=4,
-        )
-    )
+    piece = st.builds(Piece, st.sampled_from(KINDS), size, size, st.integers(1, 4))
+    pieces = draw(st.lists(piece, max_size=4))
     pieces.insert(0, Piece("linear", draw(size) + 1, draw(size) + 1))  # something for Muon to do
     first, then = draw(layouts), draw(layouts)
     save = draw(st.integers(1, 2))
@@ -324,9 +308,8 @@ def expected_of(example: Example) -> dict[str, Any]:
     losses = []
     for step in range(len(example.uses)):
         if example.period > 1:
-            oracle.holders = holders(
-                example, model, example.first if step < example.save else example.then
-            )
+            name = example.first if step < example.save else example.then
+            oracle.holders = holders(example, model, name)
         oracle.param_groups[0]["lr"] = lr = LR / (1 + step)
         if oracle.adamw is not None:
             oracle.adamw.param_groups[0]["lr"] = lr / 10
@@ -385,12 +368,6 @@ class Training(Trained):
             losses.append(total)
         return losses
 
-    def save_as(self, folder: str, whole: bool) -> bytes:
-        if whole:
-            return packed(self.whole())
-        self.save(folder)
-        return b""
-
     def load_from(self, folder: str, file: bytes) -> None:
         if not file:
             self.load(folder)
@@ -412,17 +389,20 @@ def unpacked(value: bytes) -> Any:
 
 
 def run(
-    rank: int, world: int, example: Example, folder: str, file: bytes, loads: bool
+    rank: int, world: int, example: Example, folder: str, file: bytes | None = None
 ) -> tuple[list[float], bytes]:
     """Train up to the save, or load and train on; this rank's losses, and rank 0's state."""
-    training = Training(example, example.then if loads else example.first)
-    if loads:
+    training, state = Training(example, example.first if file is None else example.then), b""
+    if file is None:
+        losses = training.train(range(example.save))
+        if example.door == "dcp":
+            training.save(folder)
+        else:
+            state = packed(training.whole())
+    else:
         training.load_from(folder, file)
         losses = training.train(range(example.save, len(example.uses)))
         state = packed(training.whole())
-    else:
-        losses = training.train(range(example.save))
-        state = training.save_as(folder, example.door != "dcp")
     training.close()
     return losses, state if rank == 0 else hashlib.sha256(state).digest()
 
@@ -435,37 +415,21 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 def check(example: Example, pools: Pools) -> None:
-    expected = expected_of(example)
-    with tempfile.TemporaryDirectory() as folder:
-        before = pools(LAYOUTS[example.first].world).run(
-            __name__,
-            "run",
-            {"example": example, "folder": folder, "file": b"", "loads": False},
-        )
-        after = pools(LAYOUTS[example.then].world).run(
-            __name__,
-            "run",
-            {"example": example, "folder": folder, "file": before[0][1], "loads": True},
-        )
+    expected, arguments = expected_of(example), {"example": example}
+    worlds = [LAYOUTS[name].world for name in (example.first, example.then)]
+    with tempfile.TemporaryDirectory() as arguments["folder"]:
+        before = pools(worlds[0]).run(__name__, "run", arguments)
+        after = pools(worlds[1]).run(__name__, "run", arguments | {"file": before[0][1]})
     assert {state for _, state in after[1:]} <= {hashlib.sha256(after[0][1]).digest()}
     losses = [
-        sum(losses) * scale
-        for found, scale in (
-            (before, 1 / copies(example.first)),
-            (after, 1 / copies(example.then)),
-        )
-        for losses in zip(*(losses for losses, _ in found))
+        sum(each) / copies(name)
+        for found, name in ((before, example.first), (after, example.then))
+        for each in zip(*(losses for losses, _ in found))
     ]
     # bfloat16 outputs of a forward pass are not exact.
-    assert all(
-        math.isclose(
-            one,
-            other,
-            rel_tol=2e-2 if example.half else 1e-5,
-            abs_tol=0.5 if example.half else 1e-4,
-        )
-        for one, other in zip(losses, expected["losses"], strict=True)
-    ), (losses, expected["losses"])
+    tolerances = (2e-2, 0.5) if example.half else (1e-5, 1e-4)
+    for one, other in zip(losses, expected["losses"], strict=True):
+        assert math.isclose(one, other, rel_tol=tolerances[0], abs_tol=tolerances[1]), losses
     found = unpacked(after[0][1])
     weights, state = found["model"], found["optim"]["state"]
     for name, weight in expected["weights"].items():
@@ -478,17 +442,15 @@ def check(example: Example, pools: Pools) -> None:
             assert torch.equal(weights[name], now.to(torch.bfloat16)), name
         for key, value in expected["state"].get(name, {}).items():
             value = torch.as_tensor(value)
-            assert off(mine[key], value) <= TOLERANCE * max(1.0, float(value.abs().max())), (
-                name,
-                key,
-            )
+            allowed = TOLERANCE * max(1.0, float(value.abs().max()))
+            assert off(mine[key], value) <= allowed, (name, key)
     groups = found["optim"]["param_groups"]
     assert all(g.get("muon_step", len(example.uses)) == len(example.uses) for g in groups)
 
 
 def copies(name: str) -> int:
     """How many ranks have the same data."""
-    return LAYOUTS[name].mesh[LAYOUTS[name].axes.index("tp")] if "tp" in LAYOUTS[name].axes else 1
+    return dict(zip(LAYOUTS[name].axes, LAYOUTS[name].mesh)).get("tp", 1)
 
 
 @given(example=examples())

@@ -223,7 +223,6 @@ def test_training_follows_the_reference(rank, world, name):
 
 
 @layouts(*AT_OWNERS, "ddp", "fsdp2")
-@distributed(2)
 def test_a_parameter_may_have_several_owners(rank, world, layout):
     with both(Pieces, sharded() if layout == "fsdp2" else layout, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
@@ -324,7 +323,6 @@ def groups(model):
 
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
-@distributed(2)
 def test_param_groups_and_schedules(rank, world, layout):
     """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
     with both(layout=layout, groups=groups) as pair:
@@ -386,7 +384,6 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
 
 @pytest.mark.parametrize("reduce", [torch.float32, None], ids=["reduce32", "reduce16"])
 @layouts("dedicated", "reduced")
-@distributed(2)
 def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
     """The twin is in float32; its gradients are those of a bfloat16 copy of the real weights."""
     half = {"change": lambda model: model.to(BF16), "only": {"master_weights": True}}
@@ -460,7 +457,6 @@ def rounded_backward(pair, step, names):
 
 
 @layouts("dedicated", "dedicated kept")
-@distributed(2)
 def test_weights_used_in_bfloat16(rank, world, layout):
     for kind, (settings, tolerance) in USES.items():
         options = {"param_dtype": BF16} | settings.get("options", {})

@@ -10,12 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -175,33 +171,6 @@ def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
                     other = mine.clone()
                     dist.broadcast(other, group=p.device_mesh.get_group(axis), group_src=0)
                     assert torch.equal(mine, other), name
-
-
-def trained_on(shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, Tensor]:
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if "tp" in axes:
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fully_shard(model, mesh=data_mesh(mesh))
-
-    with both(small, Layout(shape, axes, parallelize, from_first=False)) as pair:
-        for step in range(4):
-            # The same data on all ranks: only the cutting differs.
-            generator = torch.Generator(torch.get_default_device()).manual_seed(step)
-            pair.model(torch.randn(8, 12, generator=generator)).square().mean().backward()
-            pair.step()
-        return pair.whole()
-
-
-@distributed(4)
-def test_the_update_does_not_depend_on_the_mesh(rank, world):
-    expected = trained_on((4,), ("dp",))
-    for shape, axes in [
-        ((2, 2), ("dp", "tp")), ((1, 4), ("dp", "tp")), ((4, 1), ("dp", "tp")),
-        ((2, 2), ("replicate", "shard")), ((4, 1), ("replicate", "shard")),
-        ((1, 4), ("replicate", "shard")),
-    ]:  # fmt: skip
-        bitwise = axes[1] == "tp" and shape[1] == 1  # no tensor parallelism at all
-        assert_close(trained_on(shape, axes), expected, 0.0 if bitwise else 1e-5)
 
 
 def numbered(shape: tuple[int, int], mesh: DeviceMesh, tp_dim: int, dp_dim: int) -> Any:

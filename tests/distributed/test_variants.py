@@ -200,7 +200,6 @@ def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> No
 
 
 @cases("fsdp2", "dedicated", "ddp")
-@distributed()
 def test_corruption_is_told_from_a_variant(rank: int, world: int, name: str) -> None:
     """`verify_every` knows what the variant makes of an update, and still finds a wrong weight."""
     training = Training(CASES[name], variant="normuon", verify_every=1)
@@ -251,7 +250,6 @@ def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
 
 
 @cases("single", "fsdp2", "dedicated")
-@distributed()
 def test_torchs_options_give_and_take_what_a_variant_keeps(rank, world, name):
     training = Training(CASES[name], variant="normuon")
     training.train(range(SAVED_AT))

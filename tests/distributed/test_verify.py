@@ -16,7 +16,6 @@ from tests.internals import Orthogonalizer
 
 
 @layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp")
-@distributed(2)
 def test_right_steps_pass(rank, world, layout):
     dtype = torch.bfloat16 if layout in ("dedicated kept", "reduced ddp") else torch.float32
     for build, more in ((Net, {}), (Pieces, IN_TURN)):
@@ -29,8 +28,7 @@ def test_right_steps_pass(rank, world, layout):
 
 
 @pytest.mark.parametrize("k", ["off", 2])
-@layouts("hsdp", "tp+fsdp", "ep+fsdp")
-@distributed(4)
+@layouts("hsdp", "tp+fsdp", "ep+fsdp", worlds=(4,))
 def test_right_steps_pass_in_shards(rank, world, layout, k):
     checked = {"verify_every": 3, "period": 2}
     case = {"muon": {"ns_dtype": torch.bfloat16}, "only": checked, "request": shared(k)}
@@ -74,8 +72,7 @@ def corrupted(pair, rank, launch):
     return broken
 
 
-@layouts("reduced", "ddp")
-@distributed(2, 3)
+@layouts("reduced", "ddp", worlds=(2, 3))
 def test_a_replica_that_changed_is_named(rank, world, layout):
     with both(Net, layout, only={"verify_every": 2}) as pair:
         pair.train(range(18))
@@ -140,7 +137,6 @@ def wrong_results(run):
 
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
-@distributed(2)
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
     laid, told = sharded(build=Net) if layout == "fsdp2" else layout, ""
     with both(Net, laid, only={"verify_every": 1}) as pair:

@@ -468,9 +468,11 @@ class Trained:
 
 class Rows(dict[str, tuple[int, tuple[str | Layout, ...], dict[str, Any]]]):
     """A table of what must follow the reference: by name, on how many ranks, in which layouts, and
-    the arguments of `follow`, among them any of `dmuon.Muon` (``muon``, ``only``)."""
+    the arguments of `follow`, among them any of `dmuon.Muon` (``muon``, ``only``). Without
+    layouts: the dedicated one."""
 
     def add(self, name: str, *layouts: str | Layout, world: int = 0, **case: Any) -> None:
+        layouts = layouts or ("dedicated",)
         first = LAYOUTS[layouts[0]] if isinstance(layouts[0], str) else layouts[0]
         self[name] = world or first.world, layouts, case
 

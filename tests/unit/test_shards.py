@@ -15,14 +15,7 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, bucket_route
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import (
-    LocalShard,
-    RankShards,
-    ShardMap,
-    assemble,
-    local_box,
-    matrix_box,
-)
+from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap, assemble, local_box, matrix_box
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Box, Form, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import (
-    Cover,
-    Holdings,
-    Option,
-    bound_of,
-    cover,
-    frontier,
-    simple_bound,
-)
+from dmuon.scheduler.bound import Cover, Holdings, Option, bound_of, cover, frontier, simple_bound
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import CostTable
