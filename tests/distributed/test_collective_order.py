@@ -131,9 +131,9 @@ CASES = [
 ]
 
 
-@distributed(2, 4)
+@distributed(2, 4, 8)
 def test_no_collective_depends_on_what_is_completed(rank, world):
-    for layout, options in CASES:
+    for layout, options in CASES if world < 8 else CASES[:1]:
         for seed in range(2):
             with logged(Net, layout, seed=seed, work=Doubtful, options=options) as (pair, log):
                 pair.train(range(2))
@@ -144,14 +144,6 @@ def test_no_collective_depends_on_what_is_completed(rank, world):
                 assert ("gradients across replicas" in tags) == replicas
                 assert_one_order(logs)
                 pair.check()
-
-
-@distributed(8)
-def test_no_collective_depends_on_what_is_completed_in_two_replicas_of_four(rank, world):
-    with logged(work=Doubtful) as (pair, log):
-        pair.train(range(2))
-        assert_one_order(gathered(log))
-        pair.check()
 
 
 # ---- ranks that do not do the same -------------------------------------------------------
@@ -242,18 +234,18 @@ def test_orders_where_a_block_misses_a_gradient(rank, world):
 
 
 # Which ranks use the spare layer at a step.
-PATTERNS = {
-    "one rank": lambda step, rank: rank != 1,
-    "all ranks": lambda step, rank: False,
-    "alternating": lambda step, rank: (step + rank) % 2 == 0,
-    "every third step": lambda step, rank: step % 3 == 0,
-}
+PATTERNS = [
+    lambda step, rank: rank != 1,
+    lambda step, rank: False,
+    lambda step, rank: (step + rank) % 2 == 0,
+    lambda step, rank: step % 3 == 0,
+]
 
 
 @layouts("dedicated", "reduced")
 def test_collectives_are_the_same_on_every_rank_whatever_the_gradients(rank, world, layout):
     small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == "reduced" else {}
-    for uses_spare in PATTERNS.values():
+    for uses_spare in PATTERNS:
         with both(Net, layout, options=small, transport=RecordingTransport) as pair:
             pair.events.clear()
             for step in range(3):

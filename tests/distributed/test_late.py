@@ -19,7 +19,7 @@ from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import sharded
+from tests.distributed.layouts import layouts, sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both
 
@@ -121,28 +121,42 @@ def test_their_state_is_saved_and_loaded(rank, world):
     late.opt.ownership.close()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("how", ["unfrozen", "group"])
+@pytest.mark.parametrize(
+    ("kind", "how", "on"),
+    [
+        *product(("ddp", "fsdp2"), ("unfrozen", "group"), ("host",)),
+        *product(("ddp", "fsdp2"), ("unfrozen",), ("accelerator",)),
+    ],
+)
 @distributed(2)
-def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
-    """Nothing changes, and when the others have followed, training goes on."""
-    late = Late(kind, how, LATE["matrices"])
-    late.train(range(2))
-    late.pair.backward(2)
-    before = late.weights()
-    if rank == 1:
-        late.begin()
-    match = "not on every rank" if rank == 1 else "rank 1 refuses"
-    with pytest.raises(OwnershipError if rank == 1 else ConsensusError, match=match):
-        late.opt.step()
-    assert_bitwise(late.weights(), before)
-    if rank == 0:
-        late.begin()
-    late.opt.zero_grad()
-    late.begun = True
-    late.train(range(2, 4))
-    late.check()
-    late.opt.ownership.close()
+def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how, on):
+    """Nothing changes, and when the others have followed, training goes on. Where the host cannot
+    read they learn it at the next step."""
+    with host_cannot_read() if on != "host" else nullcontext():
+        late = Late(kind, how, LATE["matrices"])
+        late.train(range(2))
+        late.pair.backward(2)
+        before, told = late.weights(), pytest.raises(ConsensusError, match="rank 1 refuses")
+        if rank == 1:
+            late.begin()
+            with pytest.raises(OwnershipError, match="not on every"):
+                late.opt.step()
+        else:
+            with told if on == "host" else nullcontext():
+                late.opt.step()
+        assert_bitwise(late.weights(), before)
+        if rank == 0:
+            late.begin()
+        late.opt.zero_grad()
+        late.begun = True
+        if on == "host":
+            late.train(range(2, 4))
+            late.check()
+        else:
+            late.pair.backward(2)
+            with pytest.raises(ConsensusError, match="rank 1 refuses"):
+                late.opt.step()
+        late.opt.ownership.close()
 
 
 @distributed(2)
@@ -189,32 +203,14 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
     late.check()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@distributed(2)
-def test_where_the_host_cannot_read(rank, world, kind):
-    """All ranks plan again at once; where one is alone, the others learn it at the next step."""
+@layouts("ddp", "fsdp2")
+def test_where_the_host_cannot_read_all_plan_again_at_once(rank, world, layout):
     with host_cannot_read():
-        late = Late(kind, "unfrozen", LATE["matrices"])
+        late = Late(layout, "unfrozen", LATE["matrices"])
         late.train(range(2))
         late.begin()
         late.train(range(2, 4))
         late.check()
-        late.opt.ownership.close()
-        late = Late(kind, "unfrozen", LATE["matrices"])
-        late.train(range(2))
-        before = late.weights()
-        late.pair.backward(2)
-        if rank == 1:
-            late.begin()
-        with pytest.raises(OwnershipError, match="not on every") if rank == 1 else nullcontext():
-            late.opt.step()
-        assert_bitwise(late.weights(), before)
-        if rank == 0:
-            late.begin()
-        late.opt.zero_grad()
-        late.pair.backward(2)
-        with pytest.raises(ConsensusError, match="rank 1 refuses"):
-            late.opt.step()
         late.opt.ownership.close()
 
 

@@ -8,6 +8,7 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,14 +24,15 @@ import dmuon.api
 from dmuon.dtensors import flaw_of_device
 from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import ParallelModel
-from dmuon.types import ConsensusError, OwnershipError
+from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded
+from tests.distributed.layouts import LAYOUTS, REDUCING, mesh_of, shard_units, sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
+from tests.transports import RecordingTransport
 
 # Plain models whose gradients dmuon averages.
 ASKING = {"options": REDUCING}
@@ -282,23 +284,6 @@ def test_optimizer_mistakes(rank, world):
         one_step(model, dmuon.Muon(model), rank)
 
 
-@distributed(2)
-def test_ddp_without_find_unused_parameters_says_so(rank, world):
-    model = seeded(Net)
-    wrapped = wrap(model, True, find_unused_parameters=False, bucket_cap_mb=0.001)
-    own = dmuon.dedicate_params(wrapped, **ASKING)
-    opt = dmuon.Muon(wrapped)
-    model.use_spare = True
-    loss_of(wrapped, batch(0, rank)).backward()
-    opt.step()
-    opt.zero_grad()
-    model.use_spare = False
-    loss_of(wrapped, batch(1, rank)).backward()
-    with pytest.raises(ValueError, match=r"spare.*find_unused_parameters"):
-        opt.step()
-    own.close()
-
-
 @pytest.mark.parametrize("layout", ["reduced", "dedicated"])
 @distributed(2)
 def test_a_state_that_one_rank_alone_asks_for_is_an_error_there(rank, world, layout):
@@ -358,19 +343,120 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     own.close()
 
 
+# ---- what a user does to a model that is being trained ---------------------------------------
+
+
+def in_grad_scaler(pair):
+    scaler = torch.amp.GradScaler(torch.get_default_device().type)
+    scaler.scale(pair.loss(pair.model, 1, pair.data_rank)).backward()
+    scaler.step(pair.opt)
+
+
+def a_gradient_by_hand(pair):
+    pair.backward(1)
+    pair.bare.mid.weight.grad = torch.ones_like(pair.bare.mid.weight)
+
+
+def a_step_before_backward(pair):
+    early = pair.loss(pair.model, 0, pair.data_rank)
+    pair.backward(1)
+    pair.opt.step()
+    early.backward()
+
+
+def converted(pair):
+    pair.model.bfloat16()  # FSDP2 takes this before its first forward only
+    pair.backward(1)
+
+
+def assigned(pair):
+    pair.model.mid.weight.data = torch.randn(18, 24)
+    pair.backward(1)
+
+
+def without_spare(pair):
+    pair.bare.use_spare = False
+    pair.backward(1)
+
+
+def another(name):
+    """It would never be trained again."""
+
+    def replace(pair):
+        path, _, local = name.rpartition(".")
+        torch.manual_seed(1)
+        shape = dict(pair.twin.named_parameters())[name].shape
+        setattr(pair.bare.get_submodule(path), local, nn.Parameter(torch.randn(shape) / 10))
+        pair.backward(1)
+
+    return replace
+
+
+def sharded_late(pair):
+    """Of a model with tensor parallelism the others stay as they were planned."""
+    model, mesh = pair.model, mesh_of((2,))
+    for part in [model.blocks[0].mix] if isinstance(model, ParallelModel) else [model]:
+        fully_shard(part, mesh=mesh)
+    pair.backward(1)
+
+
+STRICT = {"wrap": partial(wrap, find_unused_parameters=False, bucket_cap_mb=0.001)}
+UNTOUCHED = {"steps": 0}  # it happens before the first step
+SPARE = {"change": lambda model: setattr(model, "use_spare", True)}
+NORM, UP = "blocks.0.norm.weight", "blocks.1.up.weight"
+IN_STEPS = [
+    ("reduced", in_grad_scaler, "GradScaler", {}),
+    ("reduced", a_gradient_by_hand, r"mid\.weight.*after backward", {}),
+    ("reduced ddp", without_spare, r"spare.*find_unused_parameters", STRICT | SPARE),
+    ("dedicated", a_step_before_backward, "between this forward pass and its backward", {}),
+    ("dedicated", converted, r"is now .* torch\.bfloat16 .* Move or convert", {}),
+    ("dedicated", assigned, r"mid\.weight.* by an assignment to its data", {}),
+    ("fsdp2", converted, r"'tok\.weight' is now.*bfloat16.*float32.*own\.close\(\)", UNTOUCHED),
+    ("plain", sharded_late, r"fully_shard.*before", UNTOUCHED),
+    ("tp", sharded_late, r"fully_shard.*before", UNTOUCHED),
+    *(
+        (layout, another(name), f"'{name}' is another parameter object", {})
+        for layout, name in [
+            *product(("dedicated", "reduced", "reduced ddp"), ("mid.weight", NORM)),
+            *product(("dedicated", "dedicated fsdp"), [UP]),
+            ("tp", "blocks.0.mix.weight"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(IN_STEPS)))
 @distributed(2)
-def test_what_the_owners_layout_refuses_in_a_step(rank, world):
-    for message in ("GradScaler", r"mid\.weight.*after backward"):
-        with planned() as (model, _):
-            opt, loss = dmuon.Muon(model), loss_of(model, batch(0, rank))
-            if message == "GradScaler":
-                scaler = torch.amp.GradScaler(torch.get_default_device().type)
-                scaler.scale(loss).backward()
-            else:
-                loss.backward()
-                model.mid.weight.grad = torch.ones_like(model.mid.weight)
-            with pytest.raises(ValueError, match=message):
-                scaler.step(opt) if message == "GradScaler" else opt.step()
+def test_what_is_done_between_steps_is_told_on_every_rank(rank, world, number):
+    layout, act, message, case = IN_STEPS[number]
+    steps = case.get("steps", 1)
+    case = {key: value for key, value in case.items() if key != "steps"}
+    with both(layout=layout, transport=RecordingTransport, **case) as pair:
+        pair.train_alone(range(steps))
+        sent = None
+        with pytest.raises(DmuonError, match=message):
+            act(pair)
+            sent = len(pair.events)
+            pair.opt.step()
+        # Before a step sends anything but that; the others have to know.
+        tags = {event.tag for event in pair.events[sent:]} if sent is not None else set()
+        assert tags <= {"verdict", "norms"}, tags
+        if layout == "fsdp2":
+            with pytest.raises(DmuonError, match=message):
+                dmuon.clip_grad_norm_(pair.model, 1.0)
+
+
+@distributed(2)
+def test_a_model_that_is_moved_to_where_it_is(rank, world):
+    for layout in ("fsdp2", "dedicated"):
+        with both(layout=layout) as pair:
+            for step in range(3):
+                pair.train([step])
+                pair.model.to("cpu").float()
+                if layout == "dedicated":  # what it does to another device
+                    for p in pair.model.parameters():
+                        p.data = p.data.clone()
+            pair.check()
 
 
 @distributed(2)
@@ -389,12 +475,8 @@ WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
 # The layouts in which settings are compared, each with a `Net`.
-LAID = {
-    "ddp": "ddp",
-    "sharded": sharded(build=Net),
-    "replicated": "reduced",
-    "dedicated": "dedicated",
-}
+LAID = {name: LAYOUTS[name] for name in ("ddp", "reduced", "dedicated")}
+LAID["sharded"] = sharded(build=Net)
 
 
 @contextmanager
@@ -427,7 +509,7 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str):
 @pytest.mark.parametrize(
     ("kind", "when"),
     [
-        ("replicated", "before backward"),
+        ("reduced", "before backward"),
         ("dedicated", "before backward"),
         ("sharded", "before step"),
     ],
@@ -611,44 +693,13 @@ def test_plans_of_another_mesh_or_layout(rank, world):
 
 
 @distributed(2)
-def test_fully_shard_after_planning(rank, world):
-    mesh = mesh_of((world,))
-    for layout, late in (
-        ("plain", lambda model: shard_units(model, mesh)),
-        # All others stay as they were planned.
-        ("tp", lambda model: fully_shard(model.blocks[0].mix, mesh=mesh)),
-    ):
-        model = laid_out(layout, ParallelModel)[0]
-        own = dmuon.dedicate_params(model)
-        opt = dmuon.Muon(model)
-        late(model)
-        loss_of(model, batch(0, 0)).backward()
-        with pytest.raises(ValueError, match=r"fully_shard.*before"):
-            opt.step()
-        own.close()
+def test_an_optimizer_of_a_model_that_was_sharded_late(rank, world):
     model = ParallelModel()
     own = dmuon.dedicate_params(model)
-    shard_units(model, mesh)
+    shard_units(model, mesh_of((world,)))
     with pytest.raises(ValueError, match="dedicate_params"):
         dmuon.Muon(model)
     own.close()
-
-
-@distributed(2)
-def test_a_model_that_was_converted_or_moved(rank, world):
-    with both(layout="fsdp2") as pair:
-        for step in range(3):
-            pair.train([step])
-            pair.model.to("cpu").float()  # to where it is: changes nothing
-        pair.check()
-    with both(layout="fsdp2") as pair:
-        pair.model.to(torch.bfloat16)  # FSDP2 itself takes this before its first forward only
-        pair.backward(0)
-        message = r"'tok\.weight' is now.*bfloat16.*planned as.*float32.*own\.close\(\)"
-        with pytest.raises(ValueError, match=message):
-            pair.opt.step()
-        with pytest.raises(ValueError, match=message):
-            dmuon.clip_grad_norm_(pair.model, 1.0)
 
 
 @distributed(2)

@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -48,7 +47,7 @@ from tests.distributed.models import (
     seeded,
     weights,
 )
-from tests.distributed.twins import Rows, both
+from tests.distributed.twins import Rows, both, scheduled
 from tests.fused import FusedModel
 from tests.transports import DelayingTransport
 
@@ -202,6 +201,24 @@ def while_pending(pair, step):
     pair.both_backward(step)
 
 
+def prefetching(pair, step):
+    """From the second step on, in the middle of training."""
+    if step == 1:
+        pair.model.set_modules_to_forward_prefetch(list(pair.model.blocks))
+    while_pending(pair, step)
+
+
+def evaluating(pair, step):
+    """Right after a step: a state dict once, and the loss."""
+    if step == 2:
+        saved = {n: whole_tensor(v).clone() for n, v in pair.model.state_dict().items()}
+        assert_close(saved, weights(pair.twin))
+    pair.model.eval()
+    pair.assert_same_loss(9)
+    pair.model.train()
+    pair.both_backward(step)
+
+
 LATE = {"transport": partial(DelayingTransport, delay_s=0.005), "round": while_pending}
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 ROWS.add("units stay gathered", sharded(reshard_after_forward=False), **LATE)
@@ -209,6 +226,8 @@ ROWS.add("CPU offload", sharded(offload_policy=OFFLOAD), **LATE)
 ROWS.add("resharded to a smaller mesh", sharded(reshard_after_forward=2), world=4, steps=2)
 for shard in (root_alone, together, inside):
     ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard), **LATE)
+for f in (prefetching, evaluating):
+    ROWS.add(f.__name__, "fsdp2", **(LATE | {"round": f}), steps=4)
 ROWS.add("checkpoint in forward", sharded(build=Recomputed), **LATE)
 ROWS.add("checkpoint_wrapper", sharded(), change=wrapped, **LATE)
 
@@ -282,27 +301,6 @@ def test_two_ownerships_on_halves_of_the_ranks(rank, world):
         pair.check()
 
 
-@distributed(4)
-def test_the_kinds_of_shards_that_are_meant_to_occur_do(rank, world):
-    with both(layout="tp+fsdp") as pair:
-        block = pair.model.blocks[0]
-        outer, inner = block.mlp.up.weight.placements
-        assert type(outer) is not Shard and outer.dim == 0, "strided"
-        assert inner == Shard(0)
-        assert block.attention.o_proj.weight.placements == (Shard(0), Shard(1))
-        assert block.mix.weight.placements == (Shard(0),)
-    with both(layout="fsdp4") as pair:
-        narrow = pair.model.blocks[0].narrow.up.weight
-        assert narrow.to_local().shape[0] == (1 if rank < 3 else 0)
-    for name, local in (("ep+fsdp", (1, 6, 50)), ("ep+fsdp, split experts", (2, 3, 50))):
-        with both(layout=name) as pair:
-            assert pair.model.blocks[0].mlp.experts.w1.to_local().shape == local
-    tp = replace(LAYOUTS["tp"], mesh=(4,))
-    with both(partial(ParallelModel, hidden=16), tp) as pair:
-        plain = {n for n, p in pair.model.named_parameters() if not isinstance(p, DTensor)}
-        assert {"tok.weight", "lm_head.weight", "blocks.0.mix.weight"} <= plain
-
-
 # ---- groups and schedules --------------------------------------------------------------------
 
 # The first block and the embedding, the second block, all else.
@@ -326,13 +324,11 @@ def groups(model):
 def test_param_groups_and_schedules(rank, world, layout):
     """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
     with both(layout=layout, groups=groups) as pair:
-        schedules = [LambdaLR(pair.opt, list(SCHEDULES))]
-        schedules += [LambdaLR(ref, SCHEDULES[ref.number]) for ref in pair.refs]
+        advance = scheduled(pair, SCHEDULES)
         for step in range(4):
             pair.train([step])
             assert layout != "fsdp2" or pair.pending, "rates change before updates are applied"
-            for schedule in schedules:
-                schedule.step()
+            advance()
         pair.check()
         rates = [own["lr"] * factor(4) for own, factor in zip(OF_GROUPS, SCHEDULES, strict=True)]
         found = [group["lr"] for group in pair.opt.param_groups]

@@ -8,41 +8,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from dmuon.dtensors import whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
-from tests.distributed.compare import assert_close
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, sharded
-from tests.distributed.models import batch, weights
+from tests.distributed.models import batch
 from tests.distributed.twins import both
 from tests.transports import DelayingTransport
 
 SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
-
-
-@distributed(2)
-def test_explicit_prefetch_sees_published_values(rank, world):
-    with both(layout="fsdp2", **SLOW) as pair:
-        for step in range(3):
-            pair.train([step])
-            if step == 0:  # in the middle of training
-                pair.model.set_modules_to_forward_prefetch(list(pair.model.blocks))
-        pair.check()
-
-
-@distributed(2)
-def test_evaluation_and_state_dict_right_after_step(rank, world):
-    with both(layout="fsdp2", **SLOW) as pair:
-        for step in range(3):
-            pair.model.train()
-            pair.train([step])
-            assert pair.pending, "nothing to wait for"
-            if step == 1:
-                saved = {n: whole_tensor(v).clone() for n, v in pair.model.state_dict().items()}
-                assert_close(saved, weights(pair.twin))
-            pair.model.eval()
-            pair.assert_same_loss(9)
-        pair.check()
 
 
 class Scored(ParallelModel):

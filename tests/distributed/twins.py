@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
@@ -400,6 +401,18 @@ def both(
     finally:
         if own is not None:
             own.close()
+
+
+def scheduled(pair: Both, factors: Sequence[Callable[[int], float]]) -> Callable[[], None]:
+    """A schedule for each group of `both`; calling this advances them."""
+    schedules = [LambdaLR(pair.opt, list(factors))]
+    schedules += [LambdaLR(ref, factors[ref.number]) for ref in pair.refs]
+
+    def advance() -> None:
+        for schedule in schedules:
+            schedule.step()
+
+    return advance
 
 
 def follow(build: Callable[[], nn.Module] | None = None, *args: Any, **kwargs: Any) -> None:
