@@ -424,12 +424,12 @@ def seen_by(rank: int, folder: Path) -> tuple[str, float]:
     raise AssertionError(f"rank {rank} does not say where it was: {told}")
 
 
-def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
+def inject(fault: Fault, folder: Path, honest: Path) -> list[str]:
     """Have a rank die, check the others, start again, compare the weights; a row of the table."""
     point = POINTS[fault.point]
     folder.mkdir()
     if point.when == "start":  # of a job that goes on
-        shutil.copytree(undisturbed / f"step-{EVERY}", folder / f"step-{EVERY}")
+        shutil.copytree(honest / f"step-{EVERY}", folder / f"step-{EVERY}")
         mark(folder, f"step-{EVERY}")
     ended = launch(folder, fault, dies=True)
     assert not ended.hung, f"ranks {ended.hung} hang"
@@ -444,7 +444,7 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     assert marked == f"step-{EVERY}", f"{marked} is no whole checkpoint"
     again = launch(folder, replace(fault, layout=fault.then or fault.layout))
     assert set(again.codes.values()) == {0}, f"started again: {again}"
-    resumed = compared(folder, undisturbed, 1e-6 if fault.then else 0.0)
+    resumed = compared(folder, honest, 1e-6 if fault.then else 0.0)
     layout = f"`{fault.layout}`" + ", async" * bool(fault.changes)
     where = "; ".join(dict.fromkeys(text for text, _ in seen))
     if fault.then:
@@ -453,8 +453,8 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     return [what, layout, where, f"{last:.1f}", f"{end:.1f}", resumed]
 
 
-def compared(folder: Path, undisturbed: Path, tolerance: float) -> str:
-    found, expected = (torch.load(at / "final.pt") for at in (folder, undisturbed))
+def compared(folder: Path, honest: Path, tolerance: float) -> str:
+    found, expected = (torch.load(at / "final.pt") for at in (folder, honest))
     assert found.keys() == expected.keys()
     off = max(float((found[n] - w).abs().max()) for n, w in expected.items())
     assert off <= tolerance, f"started again: {off} off"
@@ -533,32 +533,27 @@ TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", 
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]
 
 
-class Runs:
-    """All that is run, in one folder; of each layout also a job that nobody disturbs."""
+def undisturbed(root: Path, layout: str) -> Path:
+    """Of a job that nobody disturbs."""
+    folder = root / f"undisturbed {layout}"
+    if not (folder / "final.pt").exists():
+        folder.mkdir(exist_ok=True)
+        ended = launch(folder, Fault("forward", layout))
+        assert set(ended.codes.values()) == {0}, f"undisturbed: {ended}"
+    return folder
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._undisturbed: dict[str, Path] = {}
 
-    def undisturbed(self, fault: Fault) -> Path:
-        key = fault.layout
-        if key not in self._undisturbed:
-            folder = self._undisturbed[key] = self._root / f"undisturbed {key}"
-            folder.mkdir()
-            ended = launch(folder, Fault("forward", fault.layout))
-            assert set(ended.codes.values()) == {0}, f"undisturbed: {ended}"
-        return self._undisturbed[key]
-
-    def inject(self, fault: Fault, *, by_torchrun: bool = False) -> list[str]:
-        undisturbed = self.undisturbed(fault)
-        what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
-        folder = self._root / f"{fault.point}, {fault.layout} {fault.then} {what}"
-        if not by_torchrun:
-            return inject(fault, folder, undisturbed)
-        folder.mkdir()
-        torchrun(folder, fault)
-        resumed = compared(folder, undisturbed, 0.0)
-        return [f"`{fault.point}`", f"`{fault.layout}`", "ended by torchrun", "", "", resumed]
+def row_of(root: Path, fault: Fault, *, by_torchrun: bool) -> list[str]:
+    """All that is run lies in one folder."""
+    honest = undisturbed(root, fault.layout)
+    what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
+    folder = root / f"{fault.point}, {fault.layout} {fault.then} {what}"
+    if not by_torchrun:
+        return inject(fault, folder, honest)
+    folder.mkdir()
+    torchrun(folder, fault)
+    resumed = compared(folder, honest, 0.0)
+    return [f"`{fault.point}`", f"`{fault.layout}`", "ended by torchrun", "", "", resumed]
 
 
 def main() -> int:
@@ -591,13 +586,12 @@ def main() -> int:
     if given.markdown:
         print(*(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD))), sep="\n")
     try:
-        runs = Runs(root)
         for fault, by_torchrun in faults:
             if not is_asked(fault):
                 continue
             begin = time.monotonic()
             try:
-                row = runs.inject(fault, by_torchrun=by_torchrun)
+                row = row_of(root, fault, by_torchrun=by_torchrun)
             except AssertionError as error:
                 failed += 1
                 row = [f"`{fault.point}`", f"`{fault.layout}`", f"FAILED: {error}"]

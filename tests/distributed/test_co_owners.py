@@ -110,19 +110,6 @@ def test_distributed_data_parallel_over_a_part_of_the_ranks(rank, world):
 # ---- what may be late or saved ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("period", [3, dmuon.LinearPeriod(2, 4, 6)], ids=["3", "linear"])
-@distributed(4)
-def test_block_steps_between_full_ones(rank, world, period):
-    """Co-owners change nothing but who computes."""
-    with both(layout="fsdp4", request=shared(4), only={"period": period}) as pair:
-        full = []
-        for step in range(7):
-            pair.train([step])
-            full.append(pair.opt.stats()["full_step"])
-        assert True in full and False in full
-        pair.check()
-
-
 @distributed(4)
 def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world, tmp_path):
     whole = {}

@@ -32,7 +32,8 @@ def follow_in_blocks(period: Any, ratio: float | None = None, steps: int = 3, **
         pair.check()
 
 
-# (layout, ranks, period, block_lr_ratio, steps)
+SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=4), "solver": "auto"}}
+# (layout, ranks, period, block_lr_ratio, steps, more)
 BLOCKS = [
     ("fsdp2", 2, math.inf, None, 4),
     ("tp", 2, 3, 0.7, 5),
@@ -40,6 +41,9 @@ BLOCKS = [
     ("tp+fsdp", 4, dmuon.LinearPeriod(1, 4, 6), 0.7, 6),
     ("ep+fsdp, split experts", 4, math.inf, 0.7, 2),
     (vocabulary(4, 2), 8, 2, 0.7, 3),  # uneven blocks of uneven parts
+    # Co-owners change nothing but who computes.
+    ("fsdp4", 4, 3, None, 5, SHARED),
+    ("fsdp4", 4, dmuon.LinearPeriod(2, 4, 6), None, 5, SHARED),
 ]
 
 
@@ -47,7 +51,8 @@ BLOCKS = [
 @distributed()
 def test_blocks_are_orthogonalized_alone(rank, world, number):
     layout, _, *how = BLOCKS[number]
-    follow_in_blocks(*how, layout=layout)
+    case = how.pop() if isinstance(how[-1], dict) else {}
+    follow_in_blocks(*how, layout=layout, **case)
 
 
 @distributed(4)

@@ -497,13 +497,23 @@ def all_of_it(model, backend):
     return model
 
 
+def around(model, backend):
+    return torch.compile(model, backend=backend)
+
+
 @pytest.mark.parametrize(
-    ("backend", "how"), [("eager", all_of_it), ("aot_eager", in_place), ("aot_eager", wrapped)]
+    ("layout", "backend", "how"),
+    [
+        ("dedicated", "eager", all_of_it),
+        ("reduced", "eager", around),
+        ("dedicated", "aot_eager", in_place),
+        ("dedicated", "aot_eager", wrapped),
+    ],
 )
 @distributed(2)
-def test_compiled_models(rank, world, backend, how):
+def test_compiled_models(rank, world, layout, backend, how):
     torch.compiler.reset()
-    with both(wrap=partial(how, backend=backend)) as pair:
+    with both(layout=layout, wrap=partial(how, backend=backend)) as pair:
         pair.train(range(2))
         pair.check()
         pair.assert_same_loss(9)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -150,6 +151,54 @@ for degree, hidden in ((2, 56), (2, 57), (4, 56)):
     build = partial(Net, hidden=hidden)
     ROWS.add(f"{degree} x {hidden} columns", *laid, build=build, round=clipped)
 ROWS.add("replicas, shards and columns", with_tp("dedicated", 2, 2, 2))
+
+# ---- unusual models, and what DDP offers -----------------------------------------------------
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(61, 6)
+        self.a = nn.Linear(6, 9, bias=False)
+        self.b = nn.Linear(9, 61, bias=False)
+        self.w_empty = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return self.b(self.a(self.tok(tokens))) * self.scale
+
+
+class OnlyMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(9, 7, bias=False)
+        self.b = nn.Linear(7, 12, bias=False)
+
+    def forward(self, tokens):
+        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
+
+
+def norm_loss(model, inputs):
+    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
+
+
+# More ranks than matrices.
+ROWS.add("two matrices", "reduced", world=4, build=TwoMatrices)
+ROWS.add("matrices alone", "reduced", world=4, build=OnlyMatrices, loss_of=norm_loss)
+for way in (
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"bucket_cap_mb": 0.005},
+    {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+):
+    ROWS.add(f"DDP {way}", "reduced", build=Used, wrap=partial(DistributedDataParallel, **way))
+
+
+def over_a_mesh(model):
+    return DistributedDataParallel(model, device_mesh=mesh_of((2,)))
+
+
+ROWS.add("DDP over a mesh", "reduced", build=Used, wrap=over_a_mesh)
 
 # ---- what FSDP2 offers -----------------------------------------------------------------------
 
@@ -511,59 +560,6 @@ def test_shards_that_compute_in_bfloat16(rank, world, masters):
 
 
 # ---- around a model --------------------------------------------------------------------------
-
-
-@distributed(2)
-def test_ddp_options_a_mesh_and_compiled_models(rank, world):
-    ddp = torch.nn.parallel.DistributedDataParallel
-    ways = [
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 0.005},
-        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
-        {"device_mesh": mesh_of((world,))},
-    ]
-    wraps = [partial(ddp, **way) for way in ways] + [partial(torch.compile, backend="eager")]
-    for wrap in wraps:
-        with both(Used, "reduced", wrap=wrap) as pair:
-            pair.train(range(3))
-            pair.check()
-    torch.compiler.reset()
-
-
-class TwoMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(61, 6)
-        self.a = nn.Linear(6, 9, bias=False)
-        self.b = nn.Linear(9, 61, bias=False)
-        self.w_empty = nn.Parameter(torch.empty(0, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, tokens):
-        return self.b(self.a(self.tok(tokens))) * self.scale
-
-
-class OnlyMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(9, 7, bias=False)
-        self.b = nn.Linear(7, 12, bias=False)
-
-    def forward(self, tokens):
-        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
-
-
-def norm_loss(model, inputs):
-    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
-
-
-@distributed(4)
-def test_models_of_unusual_make_up(rank, world):
-    for case in ({"build": TwoMatrices}, {"build": OnlyMatrices, "loss_of": norm_loss}):
-        with both(layout="reduced", **case) as pair:  # more ranks than matrices
-            pair.train(range(3))
-            pair.check()
 
 
 @distributed(2)

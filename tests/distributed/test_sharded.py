@@ -1,4 +1,4 @@
-"""The `sharded` layout: placements, sizes of gradients, replicas, meshes, where shards lie."""
+"""The `sharded` layout: placements, sizes of gradients, replicas, meshes; who gathers, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,11 +21,13 @@ import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
+from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, data_mesh, mesh_of, sharded, vocabulary
 from tests.distributed.models import batch, loss_of, weights
 from tests.distributed.twins import MUON, both
+from tests.transports import DelayingTransport
 
 # ---- any placement, any gradient -----------------------------------------------------------
 
@@ -285,3 +287,62 @@ def test_numbers_of_numpy_in_a_group_count_as_ones_own(rank, world):
             group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
         pair.train(range(2))
         pair.check()
+
+
+SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
+
+
+class Scored(ParallelModel):
+    """Can be called by another method than `forward`."""
+
+    def score(self, tokens):
+        return self.forward(tokens)
+
+
+GATHERED = {
+    "a registered method": lambda model: model.score,
+    "unshard": lambda model: model.unshard() or model,
+    "unshard a block": lambda model: model.blocks[1].unshard(async_op=True) and model,
+}
+
+
+@pytest.mark.parametrize("how", GATHERED)
+@distributed(2)
+def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
+    root = Layout(wrap=lambda model, mesh: fully_shard(model, mesh=mesh), from_first=False)
+    with both(Scored, sharded() if "block" in how else root, **SLOW) as pair:
+        if how == "a registered method":
+            register_fsdp_forward_method(pair.model, "score")
+        pair.train([0])
+        with torch.no_grad():
+            found = GATHERED[how](pair.model)(batch(9, rank)[0])
+            expected = pair.twin(batch(9, rank)[0])
+        assert float((found - expected).abs().max()) <= 1e-4
+        pair.model.reshard()
+    assert "unshard" not in vars(pair.model), "left behind by close()"
+
+
+class _Stream:
+    """Notes whether anything was still pending when it was told to wait for the current stream."""
+
+    def __init__(self, pipeline):
+        self.pipeline = pipeline
+        self.seen = []
+
+    def wait_stream(self, stream):
+        self.seen.append(len(self.pipeline.pending))
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+@distributed(2)
+def test_streams_that_read_shards_wait_for_each_update(rank, world):
+    """On CUDA FSDP2 reads shards on a stream of its own, which it orders once a forward."""
+    with both(layout="fsdp2") as pair:
+        pair.train_alone([0])
+        context = pair.model._get_fsdp_state()._comm_ctx
+        stream = context.all_gather_copy_in_stream = _Stream(pair.own.runtime.pipeline)
+        assert pair.pending
+        pair.loss(pair.model, 1, rank)
+        assert stream.seen[0] > stream.seen[-1] == 0
