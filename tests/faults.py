@@ -215,7 +215,7 @@ class Job:
             self.begin = self.training.schedule.last_epoch = int(name.removeprefix("step-"))
         self._saver: Any = None
         self._saving: tuple[Any, str] | None = None
-        if fault.is_async:
+        if fault.point.startswith("async_save"):
             # It meets from a thread, so not in the group in which the model trains meanwhile.
             self._saver = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -318,10 +318,6 @@ class Fault:
     @property
     def timeout_s(self) -> float:
         return HANG_TIMEOUT_S if self.hangs else TIMEOUT_S
-
-    @property
-    def is_async(self) -> bool:
-        return self.point.startswith("async_save")
 
 
 @dataclass
@@ -527,7 +523,7 @@ SHORT = [
     *_of("save: half of the data", "fsdp2"),
     *_of("async_save: half of the data", "fsdp2"),
     *_of("load: state", "reduce_to_owner"),
-    Fault("forward", "hsdp", hangs=True),
+    Fault("forward", "dedicated hsdp", hangs=True),
 ]
 TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", "dedicated hsdp")]
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]

@@ -60,6 +60,11 @@ def lost_gradient(lost):
     return planted(C10dTransport, "reduce", reduce)
 
 
+def _doubled(honest, rank, self, tensor, *, tag, maximum=False):
+    """Muon is blind to one common scale; AdamW's part and the loss are not."""
+    return honest(self, tensor.mul_(2) if tag == "rest" else tensor, tag=tag, maximum=maximum)
+
+
 def lost_broadcast(prefix):
     """What rank 1 should receive never gets there."""
 
@@ -140,22 +145,6 @@ def test_one_rounding_is_no_difference_but_other_bits(rank, world, kernels):
     assert row.bitwise is (False if kernels.is_fixed else None)
     assert report.passed is not kernels.is_fixed
     assert ("other bits" in str(report)) is ("bitwise" in str(report)) is kernels.is_fixed
-
-
-@distributed(2)
-def test_a_scaled_gradient_is_caught_with_sgd_momentum_and_clipping_free_reference(rank, world):
-    """Muon is blind to one common scale; AdamW's part and the loss are not."""
-
-    def all_reduce(honest, rank, self, tensor, *, tag, maximum=False):
-        given = tensor.mul_(2) if tag == "rest" else tensor
-        return honest(self, given, tag=tag, maximum=maximum)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        planted(C10dTransport, "all_reduce", all_reduce)(monkeypatch, rank)
-        report = dmuon.check_step_equivalence(
-            lambda: seeded(Net), loss_of, batch, steps=3, lr=0.02, adamw_eps=1e-3, ns_dtype=FP32
-        )
-    assert not report.passed
 
 
 # ---- parallel models ---------------------------------------------------------------------
@@ -258,36 +247,24 @@ def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world, 
     assert f"{row.yardstick:.1e}" in str(report) and f"{row.tolerance:.1e}" in str(report)
 
 
-@distributed(2)
-def test_weights_that_are_cast_for_use_are_cast_for_the_yardstick(rank, world):
-    for ns_dtype in (FP32, BF16):
-        report = dmuon.check_step_equivalence(
-            lambda: seeded(Casting),
-            loss_of,
-            batch,
-            layout="dedicated",
-            steps=2,
-            options=dmuon.DedicatedOptions(param_dtype=BF16),
-            ns_dtype=ns_dtype,
-            lr=0.02,
-        )
-        assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
+CAST = {"layout": "dedicated", "options": dmuon.DedicatedOptions(param_dtype=BF16)}
+MASTERS = {"master_weights": True, "ns_dtype": BF16}
+HALVED = [
+    *((Casting, CAST | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    *((Net, MASTERS | {"layout": layout}) for layout in ("replicated", "dedicated")),
+]
 
 
-@pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+@pytest.mark.parametrize("number", range(len(HALVED)))
 @distributed(2)
-def test_masters_are_those_of_a_reference_with_masters(rank, world, layout):
+def test_weights_that_are_cast_for_use_and_masters_are_those_of_the_reference(rank, world, number):
+    """What casts weights casts those of the yardstick."""
+    build, settings = HALVED[number]
+    dtype = FP32 if build is Casting else BF16
     report = dmuon.check_step_equivalence(
-        lambda: seeded(Net).to(BF16),
-        loss_of,
-        batch,
-        layout=layout,
-        steps=4,
-        master_weights=True,
-        ns_dtype=BF16,
-        lr=0.02,
+        lambda: seeded(build).to(dtype), loss_of, batch, steps=3, lr=0.02, **settings
     )
-    assert report.passed, str(report)
+    assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
 
 
 def _in_another_order(honest, rank, self, calls, norms):
@@ -339,6 +316,7 @@ FAULTS = [
     ("reduced", scaled(0.0), {"of": DTYPES[1]}),
     ("reduced", scaled(-1.0), {"of": DTYPES[2]}),
     ("reduced", lost_gradient("gradients"), {"of": DTYPES[0]}),
+    ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": DTYPES[0], "lr": 0.02}),
     ("reduced", lost_broadcast("updates"), {"of": DTYPES[1]}),
     # After which nothing more is applied, and so nothing more is published.
     ("reduced", wrong_broadcast("updates", lambda new, _: new * math.nan), {"of": DTYPES[2]}),
@@ -380,6 +358,7 @@ def check_reduced(of, lr=1e-3):
         batch,
         steps=2,
         lr=lr,
+        adamw_eps=1e-3,
         ns_dtype=ns_dtype,
         options=dmuon.ReplicatedOptions(reduce_to_owner=True, reduce_dtype=FP32),
     )

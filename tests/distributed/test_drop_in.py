@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,12 @@ from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import (
     assert_bitwise,
-    assert_close,
     assert_equal_on_all_ranks,
     average_gradients,
     gathered,
     whole,
 )
-from tests.distributed.harness import Pools, distributed
+from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, mesh_of, shard_units
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, weights
 from tests.distributed.twins import MUON, Both, both, scheduled
@@ -443,69 +441,6 @@ def test_what_one_rank_breaks_before_planning(rank, world):
         with pytest.raises(Exception, match=text) if rank == 1 else nullcontext():
             dmuon.Muon(t.model, **MUON, dedicate=dedicate if rank == 1 else None)
     train_again(t)
-
-
-# ---- state --------------------------------------------------------------------------------------
-
-SHARES = 4  # of every joint batch, so that each world size trains on the same data
-
-
-def joint_batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    parts = [batch(step, share) for share in range(rank, SHARES, world)]
-    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-
-
-def go_on(model: nn.Module, opt: Any, rank: int, world: int, steps: range) -> None:
-    for step in steps:
-        loss_of(model, joint_batch(step, rank, world)).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-BEFORE, ALL = range(3), range(5)
-
-
-def save(rank: int, world: int, folder: Path) -> None:
-    """Train without a break; rank 0 alone saves on the way, and the end."""
-    model = DistributedDataParallel(seeded(Used))
-    opt = dmuon.Muon(model, **MUON)
-    go_on(model, opt, rank, world, BEFORE)
-    if rank == 0:
-        saved = {"model": model.module.state_dict(), "opt": opt.state_dict()}
-        torch.save(saved, folder / "saved.pt")
-    go_on(model, opt, rank, world, ALL[3:])
-    if rank == 0:
-        torch.save(weights(model.module), folder / "end.pt")
-
-
-def resume(rank: int, world: int, folder: Path) -> None:
-    """In all orders of loading, planning and wrapping."""
-    end = torch.load(folder / "end.pt", weights_only=True)
-    for when in ("before the wrap", "before the first step", "after a step"):
-        saved = torch.load(folder / "saved.pt", weights_only=True)
-        model: nn.Module = seeded(Used, seed=5)
-        opt = None
-        if when == "before the wrap":
-            opt = dmuon.Muon(model, **MUON)
-            model.load_state_dict(saved["model"])
-            opt.load_state_dict(saved["opt"])
-        if world > 1:
-            model = DistributedDataParallel(model)
-        if opt is None:
-            opt = dmuon.Muon(model, **MUON)
-            if when == "after a step":
-                go_on(model, opt, rank, world, range(17, 18))
-            getattr(model, "module", model).load_state_dict(saved["model"])
-            opt.load_state_dict(saved["opt"])
-        go_on(model, opt, rank, world, ALL[3:])
-        assert opt.stats()["steps"] == len(ALL)
-        assert_close(whole(getattr(model, "module", model)), end, 0.0 if world == 2 else 1e-5)
-
-
-def test_a_state_of_one_rank_goes_on_at_every_world_size(pools: Pools, tmp_path: Path):
-    pools(2).run(__name__, "save", {"folder": tmp_path})
-    for world in (1, 2, 4):
-        pools(world).run(__name__, "resume", {"folder": tmp_path})
 
 
 # ---- what it leaves alone, and what it says -----------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -11,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dmuon
 from dmuon.dtensors import whole_tensor
@@ -101,24 +99,6 @@ def test_they_are_trained_from_then_on(rank, world, kind, how):
         )
         assert late.opt.stats()["steps"] == 5
         late.opt.ownership.close()
-
-
-@distributed(2)
-def test_their_state_is_saved_and_loaded(rank, world):
-    late = Late("fsdp2", "group", LATE["matrices"])
-    late.train(range(1))
-    late.begin()
-    late.train(range(1, 3))
-    found = get_optimizer_state_dict(late.bare, late.opt)["state"]
-    assert all(len(found[name]) for name, _ in late.bare.named_parameters())
-    saved = copy.deepcopy((late.bare.state_dict(), late.opt.state_dict()))
-    late.train(range(3, 5))
-    expected = late.weights()
-    late.bare.load_state_dict(saved[0])
-    late.opt.load_state_dict(saved[1])
-    late.pair.train_alone(range(3, 5))
-    assert_bitwise(late.weights(), expected)
-    late.opt.ownership.close()
 
 
 @pytest.mark.parametrize(

@@ -376,18 +376,6 @@ def test_ranks_that_lack_gradients_still_take_part(rank, world):
     own.close()
 
 
-@distributed(2)
-def test_without_any_gradient_there_is_nothing_to_report(rank, world):
-    model = seeded(Net)
-    own, transport = planned_for(model)
-    opt = dmuon.Muon(model)
-    for _ in range(4):
-        opt.step()
-    assert sum(e.tag == "telemetry" for e in transport.events) == 1
-    assert own.report().measured_ms is None
-    own.close()
-
-
 @pytest.mark.parametrize("steps", [4, 5])
 @distributed(2)
 def test_closing_right_after_an_exchange(rank, world, steps):

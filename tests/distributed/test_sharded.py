@@ -22,7 +22,7 @@ from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
 from dmuon.tools.parallel_models import ParallelModel
-from tests.distributed.compare import assert_bitwise, assert_close, gathered
+from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, data_mesh, mesh_of, sharded, vocabulary
 from tests.distributed.models import batch, loss_of, weights
@@ -263,30 +263,6 @@ def test_two_models_in_one_optimizer_are_told_apart(rank, world):
         assert len(opt.stats()["update_rms"]) == 2 * matrices and opt.stats()["finite"]
         for own in owns:
             own.close()
-
-
-@distributed(2)
-def test_the_report_knows_the_layout(rank, world):
-    with both(layout="tp") as pair:
-        assert "layout sharded" in str(pair.own.report())
-        owners = pair.own.owner_of("blocks.0.mix.weight")
-        assert len(owners) == 2, "a plain weight is there once a rank"
-        pair.train_alone([0])
-        rms = pair.opt.stats()["update_rms"]
-        assert all(0.1 < value < 0.3 for name, value in rms.items() if "mlp.up" in name), rms
-        assert gathered(rms) == [rms] * world
-
-
-@distributed(2)
-def test_numbers_of_numpy_in_a_group_count_as_ones_own(rank, world):
-    """They are kept as Python's before anything travels: engines take nothing else."""
-    import numpy as np
-
-    with both(layout="fsdp2", muon={"ns_steps": 4}) as pair:
-        for group in pair.opt.param_groups:
-            group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
-        pair.train(range(2))
-        pair.check()
 
 
 SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
