@@ -11,11 +11,6 @@ from torch import Tensor
 
 from tests.internals import Transport, Work
 
-__all__ = [
-    "Clock", "ClockTransport", "CountingTransport", "DelayingTransport", "Event",
-    "RecordingTransport",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

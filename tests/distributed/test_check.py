@@ -364,7 +364,7 @@ def check_reduced(of, lr=1e-3):
     )
 
 
-@pytest.mark.parametrize(("number", "world"), enumerate(WORLDS))
+@pytest.mark.parametrize(("number", "world"), list(enumerate(WORLDS)))
 @distributed()
 def test_planted_faults_are_caught(rank, world, number):
     name, plant, settings = FAULTS[number]

@@ -60,27 +60,22 @@ def rewrite(model, seed):
         model.blocks[2].up.weight[3:5] = 0.25
 
 
-def write_and_train(*args, **kwargs):
-    with both(*args, **kwargs) as pair:
-        for step in range(3):
-            with pair.own.materialized(pair.model):
-                rewrite(pair.model, step)
-            rewrite(pair.twin, step)
-            pair.check(1e-5 if step else 0.0)
-            pair.train([step])
-        pair.check()
-
-
-@layouts(*DEDICATED)
-def test_what_is_written_inside_materialized_persists(rank, world, layout):
-    write_and_train(Net, layout)
-    write_and_train(Pieces, layout, **IN_TURN)
-
-
-@distributed(4)
-def test_what_is_written_reaches_every_replica(rank, world):
-    write_and_train(Net, mesh=(2, 2))
-    write_and_train(Pieces, mesh=(2, 2), **IN_TURN)
+@pytest.mark.parametrize(
+    ("layout", "mesh", "world"),
+    [*((name, None, 2) for name in DEDICATED), ("dedicated", (2, 2), 4)],
+)
+@distributed()
+def test_what_is_written_inside_materialized_persists(rank, world, layout, mesh):
+    """And reaches every replica."""
+    for build, more in ((Net, {}), (Pieces, IN_TURN)):
+        with both(build, layout, mesh=mesh, **more) as pair:
+            for step in range(3):
+                with pair.own.materialized(pair.model):
+                    rewrite(pair.model, step)
+                rewrite(pair.twin, step)
+                pair.check(1e-5 if step else 0.0)
+                pair.train([step])
+            pair.check()
 
 
 # ---- closing ---------------------------------------------------------------------------------

@@ -219,18 +219,11 @@ def assert_caught(t: Both, *names: str) -> None:
 
 @distributed(2, 4)
 def test_forgotten_averaging_is_an_error_at_the_first_step(rank, world):
-    t = trial(layout="plain")
-    t.both_backward(0)
+    """Of all gradients; of one, which is named; of a last backward under DDP without sync."""
+    t = trial()
+    with t.model.no_sync():
+        t.backward(0)
     assert_caught(t)
-    average_gradients(t.model)  # and then all is well
-    t.advance()
-    t.round = averaged
-    t.train(range(1, 4))
-    check(t)
-
-
-@distributed(2, 4)
-def test_one_parameter_that_is_not_averaged_is_named(rank, world):
     for name in ("blocks.1.down.weight", "blocks.2.up.bias", "lm_head.weight"):
         t = trial(layout="plain")
         t.backward(0)
@@ -238,6 +231,13 @@ def test_one_parameter_that_is_not_averaged_is_named(rank, world):
         average_gradients(t.model)
         t.model.get_parameter(name).grad = grad
         assert_caught(t, name)
+    t = trial(layout="plain", round=averaged)
+    t.both_backward(0)
+    assert_caught(t)
+    average_gradients(t.model)  # and then all is well
+    t.advance()
+    t.train(range(1, 4))
+    check(t)
 
 
 @distributed(3)
@@ -268,14 +268,6 @@ def test_where_the_host_cannot_read_such_a_step_changes_nothing(rank, world):
             t.train(range(at, at + 3) if fault != "sparse" else ())
         if fault != "sparse":  # after which that rank is a step behind
             check(t)
-
-
-@distributed(2)
-def test_a_last_backward_without_sync_is_caught(rank, world):
-    t = trial()
-    with t.model.no_sync():
-        t.backward(0)
-    assert_caught(t)
 
 
 class Tiny(nn.Module):

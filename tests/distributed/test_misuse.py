@@ -413,7 +413,7 @@ IN_STEPS = [
     ("dedicated", assigned, r"mid\.weight.* by an assignment to its data", {}),
     ("fsdp2", converted, r"'tok\.weight' is now.*bfloat16.*float32.*own\.close\(\)", UNTOUCHED),
     ("fsdp2", closed, r"closed.*dedicate_params", {}),
-    ("plain", sharded_late, r"fully_shard.*before", UNTOUCHED),
+    ("plain", sharded_late, r"fully_shard.*before", UNTOUCHED | {"averages": False}),
     ("tp", sharded_late, r"fully_shard.*before", UNTOUCHED),
     *(
         (layout, another(name), f"'{name}' is another parameter object", {})
@@ -439,9 +439,8 @@ def test_what_is_done_between_steps_is_told_on_every_rank(rank, world, number):
             act(pair)
             sent = len(pair.events)
             pair.opt.step()
-        # Before a step sends anything but that; the others have to know.
-        tags = {event.tag for event in pair.events[sent:]} if sent is not None else set()
-        assert tags <= {"verdict", "norms"}, tags
+        if "another" in message:  # before a step sends anything but that; the others have to know
+            assert {event.tag for event in pair.events[sent:]} <= {"verdict", "norms"}
         if (layout, act) == ("fsdp2", converted):
             with pytest.raises(DmuonError, match=message):
                 dmuon.clip_grad_norm_(pair.model, 1.0)
