@@ -23,7 +23,7 @@ from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout
-from tests.distributed.test_collective_order import Late, Recorders, assert_one_order
+from tests.distributed.test_collective_order import Recorders, assert_one_order
 from tests.distributed.twins import MUON, Trained, both, follow, laid_out, planned
 from tests.internals import ParamsRuntime
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world, tmp_path):
 @contextmanager
 def recorded(case: str, k: int, max_batch: int = 16):
     """A model whose collectives, those of co-owners too, are noted in one log."""
-    recorders = Recorders(0, Late)
+    recorders = Recorders()
     with both(layout=case, request=shared(k, max_batch=max_batch), transport=recorders) as pair:
         recorders.log.clear()
         yield pair, recorders.log
@@ -143,7 +143,7 @@ def recorded(case: str, k: int, max_batch: int = 16):
 def test_every_group_has_its_first_all_to_all_in_planning(rank, world):
     """On an accelerator, and in one order; a step that had it could wait for another's."""
     for is_accelerator in (True, False):
-        recorders = Recorders(0, Late)
+        recorders = Recorders()
         with host_cannot_read() if is_accelerator else nullcontext():
             own, _ = planned(laid_out("fsdp4")[0], recorders, **shared(2))
             log = [one for one in recorders.log if one[2].op == "all_to_all"]

@@ -27,26 +27,19 @@ Entry = tuple[int, tuple[int, ...], Event]
 
 @dataclass
 class Doubtful:
-    """Says at random whether it is completed. Where it says so, it is.
-
-    It waits for nothing: what another rank launches last must not be waited for here.
+    """Says by chance, in a ``share`` of the cases, whether it is completed; otherwise that it is
+    not. It never waits to find out: what another rank launches last must not be waited for here.
     """
 
     inner: Work
     chance: random.Random
+    share: float
 
     def wait(self) -> None:
         self.inner.wait()
 
     def is_completed(self) -> bool:
-        return self.chance.random() < 0.5 and self.inner.is_completed()
-
-
-class Late(Doubtful):
-    """Never says that it is completed, and never waits to find out."""
-
-    def is_completed(self) -> bool:
-        return False
+        return self.chance.random() < self.share and self.inner.is_completed()
 
 
 @dataclass
@@ -54,10 +47,10 @@ class Recorder(RecordingTransport):
     """Notes every collective together with its process group."""
 
     chance: random.Random = field(default_factory=random.Random)
-    work: type[Doubtful] = Doubtful
+    share: float = 0.0
 
     def wrapped(self, work: Work, tag: str) -> Work:
-        return self.work(work, self.chance)
+        return Doubtful(work, self.chance, self.share)
 
 
 class GroupEvents(list):
@@ -73,17 +66,16 @@ class GroupEvents(list):
 class Recorders:
     """Makes recorders with one log, whose works answer by a seed of this rank's own."""
 
-    def __init__(self, seed: int, work: type[Doubtful] = Doubtful) -> None:
+    def __init__(self, seed: int = 0, share: float = 0.0) -> None:
         self.log: list[Entry] = []
-        self.made = 0
-        self.work = work
+        self.made, self.share = 0, share
         self.chance = random.Random(1000 * seed + dist.get_rank())
 
     def __call__(self, inner: C10dTransport, events: object = None) -> Recorder:
         ranks = dist.get_process_group_ranks(inner.group)
         self.made += 1
         events = GroupEvents(self.made, ranks, self.log)
-        return Recorder(inner, events, chance=self.chance, work=self.work)
+        return Recorder(inner, events, chance=self.chance, share=self.share)
 
 
 def assert_groups_agree(logs: list[list[Entry]]) -> None:
@@ -113,9 +105,9 @@ def assert_one_order(logs: list[list[Entry]]) -> None:
 
 
 @contextmanager
-def logged(build=Net, layout="dedicated", *, seed=0, work=Late, **kwargs):
+def logged(build=Net, layout="dedicated", *, seed=0, share=0.0, **kwargs):
     """A model with its twin, and the log of its collectives; on four ranks two replicas of two."""
-    recorders, world = Recorders(seed, work), dist.get_world_size()
+    recorders, world = Recorders(seed, share), dist.get_world_size()
     mesh = (2, world // 2) if world > 2 and layout != "reduced" else (world,)
     with both(build, layout, mesh=mesh, transport=recorders, **kwargs) as pair:
         recorders.log.clear()
@@ -135,7 +127,7 @@ CASES = [
 def test_no_collective_depends_on_what_is_completed(rank, world):
     for layout, options in CASES if world < 8 else CASES[:1]:
         for seed in range(2):
-            with logged(Net, layout, seed=seed, work=Doubtful, options=options) as (pair, log):
+            with logged(Net, layout, seed=seed, share=0.5, options=options) as (pair, log):
                 pair.train(range(2))
                 logs = gathered(log)
                 tags = {event.tag for entry in logs for _, _, event in entry}

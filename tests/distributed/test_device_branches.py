@@ -27,8 +27,7 @@ from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.distributed.models import Ordered
-from tests.distributed.test_muonbp import follow_in_blocks
-from tests.distributed.twins import Both, both
+from tests.distributed.twins import Both, both, follow
 from tests.internals import host_can_read
 
 pytestmark = pytest.mark.cpu_only("a CPU that pretends to be an accelerator")
@@ -309,4 +308,4 @@ def test_sharded_steps_equal_the_reference(rank, world, layout, case):
 @distributed(2)
 def test_block_steps_need_no_host_and_equal_the_oracle(rank, world):
     with host_cannot_read():
-        follow_in_blocks(3, 0.7, 5, layout="fsdp2")
+        follow(layout="fsdp2", only={"period": 3, "block_lr_ratio": 0.7}, steps=5)

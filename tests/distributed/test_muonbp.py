@@ -6,60 +6,46 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
-from dmuon.period import Schedule
 from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import vocabulary
-from tests.distributed.twins import both
+from tests.distributed.layouts import Layout, vocabulary
+from tests.distributed.twins import Rows, both
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
+BLOCKS = Rows()
 
-def follow_in_blocks(period: Any, ratio: float | None = None, steps: int = 3, **case: Any) -> None:
+
+def in_blocks(layout: str | Layout, period: Any, ratio: float | None = 0.7, **case: Any) -> None:
     """Each rank's part of a matrix is a matrix of its own, in the steps that the period says."""
-    with both(only={"period": period, "block_lr_ratio": ratio}, **case) as pair:
-        expected = Schedule(period)
-        for step in range(steps):
-            pair.train([step])
-            assert pair.opt.stats()["full_step"] == expected.is_full(expected.t)
-            expected.advance()
-        pair.check()
+    only = {"period": period, "block_lr_ratio": ratio}
+    BLOCKS.add(f"{len(BLOCKS)} {period}", layout, only=only, **case)
 
 
-SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=4), "solver": "auto"}}
-# (layout, ranks, period, block_lr_ratio, steps, more)
-BLOCKS = [
-    ("fsdp2", 2, math.inf, None, 4),
-    ("tp", 2, 3, 0.7, 5),
-    ("hsdp", 4, 2, 0.7, 3),
-    ("tp+fsdp", 4, dmuon.LinearPeriod(1, 4, 6), 0.7, 6),
-    ("ep+fsdp, split experts", 4, math.inf, 0.7, 2),
-    (vocabulary(4, 2), 8, 2, 0.7, 3),  # uneven blocks of uneven parts
-    # Co-owners change nothing but who computes.
-    ("fsdp4", 4, 3, None, 5, SHARED),
-    ("fsdp4", 4, dmuon.LinearPeriod(2, 4, 6), None, 5, SHARED),
-]
+in_blocks("fsdp2", math.inf, None, steps=4)
+in_blocks("tp", 3, steps=5)
+in_blocks("hsdp", 2)
+in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
+in_blocks("ep+fsdp, split experts", math.inf, steps=2)
+in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
+# Co-owners change nothing but who computes.
+SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=4), "solver": "auto"}, "steps": 5}
+in_blocks("fsdp4", 3, None, **SHARED)
+in_blocks("fsdp4", dmuon.LinearPeriod(2, 4, 6), None, **SHARED)
+# Weights that are stored (in, out) and cut side by side.
+FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
+in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)
 
 
-@pytest.mark.parametrize(("number", "world"), [(n, row[1]) for n, row in enumerate(BLOCKS)])
+@BLOCKS.each()
 @distributed()
-def test_blocks_are_orthogonalized_alone(rank, world, number):
-    layout, _, *how = BLOCKS[number]
-    case = how.pop() if isinstance(how[-1], dict) else {}
-    follow_in_blocks(*how, layout=layout, **case)
-
-
-@distributed(4)
-def test_blocks_of_weights_stored_in_out_and_cut_side_by_side(rank, world):
-    cut = {"splits": FusedModel.splits, "heads": FusedModel.heads}
-    case = {"build": FusedModel, "layout": "fsdp4", "select": cut}
-    follow_in_blocks(2, steps=4, muon={"adjust_lr_fn": "original"}, **case)
+def test_blocks_are_orthogonalized_alone(rank, world, name):
+    BLOCKS.follow(name)
 
 
 def weights_after(steps: int, **only: Any) -> Mapping[str, Tensor]:
