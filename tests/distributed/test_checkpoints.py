@@ -116,13 +116,15 @@ class Training(Trained):
 # ---- from one to another ---------------------------------------------------------------------
 
 
-def save(rank: int, world: int, name: str, folder: str, **settings: Any) -> None:
+def save(
+    rank: int, world: int, name: str, folder: str, steps: int = STEPS, **settings: Any
+) -> None:
     """A checkpoint, all that is in it, and the weights of a run that goes on without it."""
     training = Training(CASES[name], **settings)
     training.train(range(SAVED_AT))
     training.save(f"{folder}/{name}")
     saved = training.whole()
-    training.train(range(SAVED_AT, SAVED_AT + STEPS))
+    training.train(range(SAVED_AT, SAVED_AT + steps))
     found = training.weights()
     if rank == 0:
         torch.save(saved, f"{folder}/{name}.state.pt")
@@ -131,7 +133,13 @@ def save(rank: int, world: int, name: str, folder: str, **settings: Any) -> None
 
 
 def load(
-    rank: int, world: int, name: str, folder: str, others: Sequence[str], **settings: Any
+    rank: int,
+    world: int,
+    name: str,
+    folder: str,
+    others: Sequence[str],
+    steps: int = STEPS,
+    **settings: Any,
 ) -> dict[str, float]:
     """Each checkpoint is taken over to the bit; the largest differences after going on from it."""
     training = Training(CASES[name], seed=1, **settings)
@@ -141,7 +149,7 @@ def load(
         training.load(f"{folder}/{other}")
         saved = torch.load(f"{folder}/{other}.state.pt")
         assert_bitwise(training.whole()["optim"]["state"], saved["optim"]["state"], other)
-        training.train(range(SAVED_AT, SAVED_AT + STEPS))
+        training.train(range(SAVED_AT, SAVED_AT + steps))
         expected, weights = torch.load(f"{folder}/{other}.pt"), training.weights()
         assert weights.keys() == expected.keys()
         found[other] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
@@ -490,11 +498,12 @@ def _table() -> None:
     """The largest differences, as Markdown."""
     module, pools, names = "tests.distributed.test_checkpoints", Pools(), list(CASES)
     with tempfile.TemporaryDirectory() as folder:
+        both = {"folder": folder, "steps": 5}
         for name, case in CASES.items():
-            pools(case.world).run(module, "save", {"name": name, "folder": folder})
-        arguments, found = {"folder": folder, "others": names}, {}
+            pools(case.world).run(module, "save", {"name": name, **both})
+        found = {}
         for name, case in CASES.items():
-            ranks = pools(case.world).run(module, "load", {"name": name, **arguments})
+            ranks = pools(case.world).run(module, "load", {"name": name, "others": names, **both})
             found[name] = {other: max(r[other] for r in ranks) for other in names}
     pools.close()
     print("| saved by ↓, loaded by → |", *(f"{name} |" for name in names))

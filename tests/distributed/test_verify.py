@@ -59,6 +59,18 @@ def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
             pair.opt.step()
 
 
+def told(pair, steps):
+    """What the first of these steps that finds corruption says."""
+    for step in steps:
+        pair.backward(step)
+        try:
+            pair.opt.step()
+        except CorruptionError as error:
+            return str(error)
+        pair.opt.zero_grad()
+    return ""
+
+
 def corrupted(pair, rank, launch):
     """The weights of ``mid`` change in a step on this rank."""
 
@@ -78,18 +90,9 @@ def test_a_replica_that_changed_is_named(rank, world, layout):
         pair.train(range(18))
         (engine,) = pair.opt._run.engines
         engine.launch = corrupted(pair, rank, engine.launch)
-        seen = []
-        for step in range(18, 60):
-            pair.backward(step)
-            try:
-                pair.opt.step()
-            except CorruptionError as error:
-                seen.append(str(error))
-                break
-            pair.opt.zero_grad()
-        assert len(seen) == 1
+        text = told(pair, range(18, 60))
         # Of two that differ, each may be the one; the second computation tells.
-        assert "'mid.weight'" in seen[0] and "on rank 1" in seen[0], seen
+        assert "'mid.weight'" in text and "on rank 1" in text, text
         del engine.launch
 
 
@@ -101,7 +104,7 @@ def test_a_healthy_rank_is_never_named_alone(rank, world, what):
     for culprit in range(world):
         model = seeded(Net)
         opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32)
-        told, name = "", ""
+        text, name = "", ""
         for step in range(40):
             opt.zero_grad()
             loss_of(model, batch(step, 0)).backward()  # as if it had been averaged
@@ -116,15 +119,15 @@ def test_a_healthy_rank_is_never_named_alone(rank, world, what):
             try:
                 opt.step()
             except CorruptionError as error:
-                told = str(error)
+                text = str(error)
                 break
         opt.ownership.close()
         owner = opt.ownership.owner_of(name)
         # Another's momentum is of no use, and nobody looks at it.
-        if what == "weights" or culprit == owner or told:
-            assert name in told
+        if what == "weights" or culprit == owner or text:
+            assert name in text
             either = "on rank 0, 1: " if world == 2 else f"on rank {culprit}: "
-            assert f"on rank {culprit}: " in told or either in told, (told, culprit, owner)
+            assert f"on rank {culprit}: " in text or either in text, (text, culprit, owner)
 
 
 def wrong_results(run):
@@ -138,17 +141,10 @@ def wrong_results(run):
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
-    laid, told = sharded(build=Net) if layout == "fsdp2" else layout, ""
+    laid = sharded(build=Net) if layout == "fsdp2" else layout
     with both(Net, laid, only={"verify_every": 1}) as pair:
         (engine,) = pair.opt._run.engines
         if rank == 1:
             engine._kernels.run = wrong_results(engine._kernels.run)
-        for step in range(40):
-            pair.backward(step)
-            try:
-                pair.opt.step()
-            except CorruptionError as error:
-                told = str(error)
-                break
-            pair.opt.zero_grad()
-    assert "rank 1" in told, told
+        text = told(pair, range(40))
+    assert "rank 1" in text, text
