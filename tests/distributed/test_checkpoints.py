@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -357,139 +357,85 @@ def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: 
 # ---- damaged, or of another model ------------------------------------------------------------
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.distcp"))
+def _scrambled(data: bytes) -> bytes:
+    changed = bytearray(data)
+    for at in range(200, len(changed), 97):
+        changed[at] ^= 0x5A
+    return bytes(changed)
 
 
-def _truncated(folder: Path) -> None:
-    for file in _files(folder):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _scrambled(folder: Path) -> None:
-    for file in _files(folder):
-        data = bytearray(file.read_bytes())
-        for at in range(200, len(data), 97):
-            data[at] ^= 0x5A
-        file.write_bytes(data)
-
-
-def _without(pattern: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
-        for file in folder.glob(pattern):
-            file.unlink()
-
-    return remove
-
-
-def _short_metadata(folder: Path) -> None:
-    file = folder / ".metadata"
-    file.write_bytes(file.read_bytes()[:100])
-
-
-DAMAGES = {
-    "truncated": _truncated,
-    "scrambled": _scrambled,
-    "no data": _without("*.distcp"),
-    "no metadata": _without(".metadata"),
-    "truncated metadata": _short_metadata,
+# Which files, and what becomes of them; None: they are gone.
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "truncated": ("*.distcp", lambda data: data[: len(data) // 2]),
+    "scrambled": ("*.distcp", _scrambled),
+    "no data": ("*.distcp", None),
+    "no metadata": (".metadata", None),
+    "truncated metadata": (".metadata", lambda data: data[:100]),
 }
-
-
-def values(training: Training) -> dict[str, Tensor]:
-    """Copies of all weights and of the optimizer's state, as this rank has them."""
-    state, found = training.state(), {}
-    for name, weight in state["model"].items():
-        found[name] = local_tensor(weight).clone()
-    for name, entry in state["optim"]["state"].items():
-        found |= {
-            f"{name}: {k}": local_tensor(torch.as_tensor(v)).clone() for k, v in entry.items()
-        }
-    return found
-
-
-MIX = "blocks.0.mix.weight"
-
-
-def _entry(**values: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda state: state["state"][MIX].update(values)
-
-
-def _another_algorithm(state: dict[str, Any]) -> None:
-    state["state"][MIX] = state["state"]["blocks.0.norm.weight"]
-
-
-def _not_finite(state: dict[str, Any]) -> None:
-    state["state"][MIX]["momentum_buffer"][-1, -1] = math.nan
-
-
-def _no_momentum(state: dict[str, Any]) -> None:
-    entries = state["state"]
-    state["state"] = {n: e for n, e in entries.items() if "momentum_buffer" not in e}
-
-
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another shape": (_entry(momentum_buffer=torch.zeros(15, 14)), r"blocks\.0\.mix\.weight"),
-    "another algorithm": (_another_algorithm, r"blocks\.0\.mix\.weight"),
-    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), "parameters in 1 groups"),
-    "more parameters": (lambda s: s["param_groups"][0]["params"].append("another"), "in 1 groups"),
-    "no tensor": (_entry(momentum_buffer="momentum"), r"blocks\.0\.mix\.weight"),
-    "not finite": (_not_finite, r"not finite: momentum_buffer of blocks\.0\.mix\.weight"),
-    "no momentum": (_no_momentum, "of 3 steps and has no momentum of any matrix"),
+MIX, NORM = "blocks.0.mix.weight", "blocks.0.norm.weight"
+# What is wrong with a state, and the error.
+WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "another shape": (lambda s, e: e[MIX].update(momentum_buffer=torch.zeros(15, 14)), MIX),
+    "another algorithm": (lambda s, e: e.update({MIX: e[NORM]}), MIX),
+    "fewer parameters": (lambda s, e: s["param_groups"][0]["params"].pop(), "in 1 groups"),
+    "more parameters": (lambda s, e: s["param_groups"][0]["params"].append("x"), "in 1 groups"),
+    "no tensor": (lambda s, e: e[MIX].update(momentum_buffer="momentum"), MIX),
+    "not finite": (
+        lambda s, e: e[MIX]["momentum_buffer"].view(-1)[-1:].fill_(math.nan),
+        f"not finite: momentum_buffer of {MIX}",
+    ),
+    "no momentum": (
+        lambda s, e: [e.pop(n) for n in [*e] if "momentum_buffer" in e[n]],
+        "of 3 steps and has no momentum of any matrix",
+    ),
 }
 
 
 @cases("ddp", "reduce_to_owner", "dedicated", "fsdp2")
 def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_path):
-    whole_folder = tmp_path / "whole"
+    undamaged = tmp_path / "whole"
     training = Training(CASES[name])
     training.train(range(2))
-    training.save(str(whole_folder))
+    training.save(str(undamaged))
     training.train(range(2, 3))
-    before = values(training)
+    before = training.whole()
 
-    def unchanged(what: str) -> None:
-        assert_bitwise(values(training), before, what)
+    def refuses(load: Callable[[], Any], told: str, what: str, kind: Any) -> None:
+        with pytest.raises(kind, match=told) as caught:
+            load()
+        assert str(caught.value), what
+        assert_bitwise(training.whole(), before, what)
 
-    for damage, change in DAMAGES.items():
+    for damage, (pattern, change) in DAMAGES.items():
         place = tmp_path / damage
         if rank == 0:
-            shutil.copytree(whole_folder, place)
-            change(place)
+            shutil.copytree(undamaged, place)
+            for file in sorted(place.glob(pattern)):
+                file.unlink() if change is None else file.write_bytes(change(file.read_bytes()))
         dist.barrier()
         state = copy.deepcopy(training.state())  # a read that breaks off has written to it
-        with pytest.raises(BaseException) as caught:  # CheckpointException is one
-            dcp.load(state, checkpoint_id=place)
-        assert str(caught.value), damage
-        unchanged(damage)
-    whole = training.whole()["optim"]
+        read = partial(dcp.load, state, checkpoint_id=place)
+        refuses(read, "", damage, BaseException)  # CheckpointException is one
+    load = training.opt.load_state_dict
     for what, (change, told) in WRONG.items():
-        wrong = copy.deepcopy(whole)
-        change(wrong)
-        with pytest.raises((ValueError, RuntimeError), match=told):
-            training.opt.load_state_dict(wrong)
-        unchanged(what)
-    alone = copy.deepcopy(whole)
-    if rank == world - 1:
-        alone["state"]["blocks.0.norm.weight"]["step"] = "three"
-    with pytest.raises(
-        OwnershipError if rank == world - 1 else ConsensusError, match="step='three'"
-    ):
-        training.opt.load_state_dict(alone)
-    unchanged("wrong on the last rank alone")
-    alone["state"]["blocks.0.norm.weight"]["step"] = torch.tensor(3.0)
+        wrong = copy.deepcopy(before["optim"])
+        change(wrong, wrong["state"])
+        refuses(partial(load, wrong), told, what, (ValueError, RuntimeError))
+    alone, is_last = copy.deepcopy(before["optim"]), rank == world - 1
+    on_one = OwnershipError if is_last else ConsensusError
+    if is_last:
+        alone["state"][NORM]["step"] = "three"
+    refuses(partial(load, alone), "step='three'", "wrong on the last rank alone", on_one)
+    alone["state"][NORM]["step"] = torch.tensor(3.0)
     alone["param_groups"][0]["muon_step"] = 3 + rank
-    with pytest.raises(ConsensusError, match="muon_step="):
-        training.opt.load_state_dict(alone)
-    unchanged("another state on each rank")
+    refuses(partial(load, alone), "muon_step=", "another state on each rank", ConsensusError)
     parts = copy.deepcopy(training.opt.state_dict())
     last = next(e for e in parts["state"].values() if "momentum_buffer" in e)["momentum_buffer"]
-    if rank == world - 1:
+    if is_last:
         local_tensor(last)[-1, -1] = math.inf
-    with pytest.raises((OwnershipError, ConsensusError), match="not finite: momentum_buffer"):
-        training.opt.load_state_dict(parts)
-    unchanged("not finite on the last rank alone")
-    training.load(str(whole_folder))
+    either = OwnershipError, ConsensusError  # of the owner, whoever that is
+    refuses(partial(load, parts), "not finite: momentum_buffer", "not finite there alone", either)
+    training.load(str(undamaged))
     training.train(range(2, 4))
     training.close()
 
