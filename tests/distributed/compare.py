@@ -72,6 +72,22 @@ def assert_equal_on_all_ranks(model: nn.Module) -> None:
         assert torch.equal(p.detach(), first), f"{name} differs from rank 0's"
 
 
+def our_hooks(model: nn.Module, optimizer: Any = None) -> list[str]:
+    """Where dmuon has put something of its own."""
+    holders = [*model.named_modules(), *model.named_parameters(), ("optimizer", optimizer)]
+    found = []
+    for name, holder in holders:
+        attributes = vars(holder) if hasattr(holder, "__dict__") else {}
+        found += [f"{name}.unshard" for _ in range("unshard" in attributes)]
+        for attribute in {*attributes, "_backward_hooks", "_post_accumulate_grad_hooks"}:
+            hooks = getattr(holder, attribute, None) if "hooks" in attribute else None
+            for hook in dict(hooks or {}).values():
+                origin = getattr(hook, "__module__", "") or ""
+                if origin.startswith("dmuon") or type(hook).__module__.startswith("dmuon"):
+                    found.append(f"{name}.{attribute}")
+    return found
+
+
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace gradients by their means over all ranks, in one all-reduce; None where no rank has
     one."""

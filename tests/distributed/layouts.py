@@ -50,6 +50,21 @@ class Layout:
 _SHARDED: dict[str, Any] = {"options": dmuon.ShardedOptions(), "from_first": False}
 
 
+def sharded(*shape: int, build: Callable[[], nn.Module] = ParallelModel, **policy: Any) -> Layout:
+    """FSDP2 (HSDP, of two sizes), every block and the root a unit; ``policy``: arguments of
+    `fully_shard`."""
+    axes = ("dp",) if len(shape) < 2 else ("replicate", "shard")
+    shard = partial(shard_units, **policy)
+    return Layout(shape or None, axes, shard, build=build, **_SHARDED)
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
+    """FSDP2 on the blocks, then on the root."""
+    for module in (*getattr(model, "blocks", ()), model):
+        fully_shard(module, mesh=mesh, **policy)
+    return model
+
+
 def _sharded(case: ParallelCase) -> Layout:
     return Layout(case.mesh_shape, case.axes, case.parallelize, build=case.build, **_SHARDED)
 
@@ -78,6 +93,7 @@ LAYOUTS = {
     "ddp": Layout(wrap=in_ddp),
     "plain": Layout(from_first=False),
     **{case.name: _sharded(case) for case in CASES},
+    "fsdp2": sharded(),  # on any number of ranks
 }
 DEDICATED = ("dedicated", "dedicated kept", "dedicated fsdp")
 AT_OWNERS = (*DEDICATED, "reduced", "reduced ddp")
@@ -119,21 +135,6 @@ def data_place(mesh: DeviceMesh) -> tuple[int, int]:
         if axis != "tp":
             rank, world = rank * size + place, world * size
     return rank, world
-
-
-def sharded(*shape: int, build: Callable[[], nn.Module] = ParallelModel, **policy: Any) -> Layout:
-    """FSDP2 (HSDP, of two sizes), every block and the root a unit; ``policy``: arguments of
-    `fully_shard`."""
-    axes = ("dp",) if len(shape) < 2 else ("replicate", "shard")
-    shard = partial(shard_units, **policy)
-    return Layout(shape or None, axes, shard, build=build, **_SHARDED)
-
-
-def shard_units(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
-    """FSDP2 on the blocks, then on the root."""
-    for module in (*getattr(model, "blocks", ()), model):
-        fully_shard(module, mesh=mesh, **policy)
-    return model
 
 
 def vocabulary(*shape: int) -> Layout:

@@ -15,7 +15,7 @@ import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
-from tests.distributed.compare import assert_bitwise, gathered, whole
+from tests.distributed.compare import assert_bitwise, gathered, our_hooks, whole
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import DEDICATED, IN_TURN, layouts, mesh_of, shard_units
 from tests.distributed.models import Net, Pieces, batch, seeded, weights
@@ -88,9 +88,7 @@ def assert_ordinary(model, twin):
         assert p.shape == expected[name].shape, name
         if not is_distributed(p):
             assert float((p - expected[name]).abs().max()) <= 1e-5, name
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            assert not any(type(hook).__module__.startswith("dmuon") for hook in hooks.values())
+    assert our_hooks(model) == []
 
 
 @layouts(*DEDICATED)

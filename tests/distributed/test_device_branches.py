@@ -300,7 +300,7 @@ def test_sharded_steps_need_no_host(rank, world, layout, period, case):
 def test_sharded_steps_equal_the_reference(rank, world, layout, case):
     if world == 1 and case:
         return  # there is nobody to share with
-    laid = WHOLE if layout == "plain" else replace(LAYOUTS[layout], mesh=(world,))
+    laid = WHOLE if layout == "plain" else layout
     with host_cannot_read():
         run(laid, SHARDED_STEPS, compare=True, averages=layout == "plain", **case)
 

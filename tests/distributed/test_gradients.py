@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,17 +19,12 @@ from dmuon.types import DmuonError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_equal_on_all_ranks, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, layouts, sharded
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Ordered, Used, batch
 from tests.distributed.twins import both
 
 EACH = ("dedicated", "dedicated fsdp", "reduced", "reduced ddp", "ddp", "fsdp2")
 TOLERANCE = 1e-5
-
-
-def laid(name, build=Net):
-    """The layout, with a `Net` also on FSDP2."""
-    return sharded(build=build) if name == "fsdp2" else replace(LAYOUTS[name], build=build)
 
 
 # ---- sums and means --------------------------------------------------------------------------
@@ -104,7 +98,7 @@ WAYS = [
 @distributed(2)
 def test_three_micro_batches_are_one_batch(rank, world, layout, how):
     # Where the optimizer plans by itself, no_sync comes before planning once.
-    with both(Used, laid(layout), alone=layout == "ddp") as pair:
+    with both(Used, layout, alone=layout == "ddp") as pair:
         for step in (0, 3):
             parts = range(step, step + 3)
             if how == "one batch":
@@ -181,7 +175,7 @@ def test_torchs_clipping_and_dmuons_by_turns(rank, world, layout):
         lambda pair, bite: dmuon.clip_grad_norm_(pair.bare, bite),
     ]
     for first in (0, 1):
-        with both(Used, laid(layout), alone=True) as pair:
+        with both(Used, layout, alone=True) as pair:
             for step in range(4):
                 pair.both_backward(step)
                 norm = float(nn.utils.get_total_norm([p.grad for p in pair.twin.parameters()]))
@@ -236,7 +230,7 @@ def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
     device = torch.get_default_device().type
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
     scales = []
-    with both(Used, laid(layout, Used), only={"period": period}) as pair:
+    with both(Used, layout, only={"period": period}) as pair:
         theirs = next(n for n in pair.matrices if pair.own.owner_of(n) == 0)  # another rank's
         for step in range(len(SCALES)):
             bad = step == 2
@@ -320,7 +314,7 @@ def test_a_parameter_that_nobody_uses_stays_as_it_is(rank, world, layout):
     def prepare(model, step, data_rank):
         model.use_spare = data_rank in USERS[step % 4]
 
-    with both(Net, laid(layout), prepare=prepare) as pair:
+    with both(Net, layout, prepare=prepare) as pair:
         for step in range(5):
             if layout == "fsdp2":
                 pair.model.set_reduce_scatter_unused_params(len(USERS[step % 4]) == 1)

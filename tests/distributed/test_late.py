@@ -17,7 +17,7 @@ from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts, sharded
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both
 
@@ -38,9 +38,8 @@ class Late:
 
     def __init__(self, kind: str, how: str, names: tuple[str, ...], **only: Any) -> None:
         self.how, self.names, self.begun = how, names, False
-        layout = sharded(build=Used) if kind == "fsdp2" else kind
         late = {"wrap": wrap} if kind == "ddp" else {}
-        with both(Used, layout, alone=True, **late) as self.pair:
+        with both(Used, kind, alone=True, **late) as self.pair:
             pass
         self.bare, self.twin = self.pair.bare, self.pair.twin
         self.late = [(n, p) for n, p in self.bare.named_parameters() if n in names]

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from dmuon.dtensors import whole_tensor
 from dmuon.ownership import ownership_of
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
-from tests.distributed.compare import assert_bitwise, assert_close
+from tests.distributed.compare import assert_bitwise, assert_close, our_hooks
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import mesh_of
 from tests.distributed.test_checkpoints import CASES, Training, cases
@@ -59,23 +58,6 @@ def resources() -> dict[str, Any]:
     return found
 
 
-def our_hooks(training: Training) -> list[str]:
-    """Where dmuon has put something of its own."""
-    model: nn.Module = getattr(training.model, "module", training.model)
-    holders = [*model.named_modules(), *model.named_parameters(), ("optimizer", training.opt)]
-    found = []
-    for name, holder in holders:
-        attributes = vars(holder) if hasattr(holder, "__dict__") else {}
-        found += [f"{name}.unshard" for _ in range("unshard" in attributes)]
-        for attribute in {*attributes, "_backward_hooks", "_post_accumulate_grad_hooks"}:
-            hooks = getattr(holder, attribute, None) if "hooks" in attribute else None
-            for hook in dict(hooks or {}).values():
-                origin = getattr(hook, "__module__", "") or ""
-                if origin.startswith("dmuon") or type(hook).__module__.startswith("dmuon"):
-                    found.append(f"{name}.{attribute}")
-    return found
-
-
 # ---- nothing is left -------------------------------------------------------------------------
 
 
@@ -89,10 +71,10 @@ def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name)
         training.train(range(2))
         opt = training.opt
         own = opt.ownership
-        hooks += our_hooks(training)
+        hooks += our_hooks(training.bare, training.opt)
         if closed:
             training.close()
-            assert our_hooks(training) == []
+            assert our_hooks(training.bare, training.opt) == []
             assert resources()["groups"] == groups
         tensors = [t for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)]
         weak = [weakref.ref(x) for x in (training.model, opt, own, own.runtime, *tensors)]
@@ -316,7 +298,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(rank, world, nam
         assert opt is None or not opt.state
         if (place, name) == ("runtime", "dedicated"):
             continue  # the weights that this rank kept are gone
-        assert our_hooks(SimpleNamespace(model=model, opt=opt)) == []
+        assert our_hooks(model, opt) == []
         for p in model.parameters():
             p.grad = None
         opt = step(model, opt)

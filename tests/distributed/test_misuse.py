@@ -27,7 +27,7 @@ from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.layouts import LAYOUTS, REDUCING, mesh_of, shard_units, sharded
+from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
@@ -474,19 +474,14 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
 WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
-# The layouts in which settings are compared, each with a `Net`.
-LAID = {name: LAYOUTS[name] for name in ("ddp", "reduced", "dedicated")}
-LAID["sharded"] = sharded(build=Net)
-
-
 @pytest.mark.parametrize("key", WRONG)
 @pytest.mark.parametrize(
     ("kind", "when", "on"),
     [
         ("reduced", "before backward", "host"),
         ("dedicated", "before backward", "host"),
-        ("sharded", "before step", "host"),
-        ("sharded", "before step", "accelerator"),
+        ("fsdp2", "before step", "host"),
+        ("fsdp2", "before step", "accelerator"),
     ],
 )
 @distributed(2)
@@ -495,7 +490,7 @@ def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, on, key
     read the others learn it on the way, and the next step raises."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+        both(Net, kind, only={"publish": "sync"}) as pair,
     ):
         (group,) = pair.opt.param_groups
         pair.train_alone([0])
@@ -586,13 +581,13 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("on", ["host", "accelerator"])
-@pytest.mark.parametrize("kind", LAID)
+@pytest.mark.parametrize("kind", ["ddp", "reduced", "dedicated", "fsdp2"])
 @distributed(2)
 def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
     """Each is another one on the last rank, for one step."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+        both(Net, kind, only={"publish": "sync"}) as pair,
     ):
         pair.train_alone([0])
         (group,) = pair.opt.param_groups

@@ -14,7 +14,7 @@ from dmuon.types import NonFiniteError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import AT_OWNERS, layouts, sharded
+from tests.distributed.layouts import AT_OWNERS, layouts
 from tests.distributed.models import Net
 from tests.distributed.twins import both
 from tests.poison import Poison
@@ -24,11 +24,6 @@ HOSTS = pytest.mark.parametrize("host", ["reads", "does not read"])
 
 def on(host):
     return host_cannot_read() if host != "reads" else nullcontext()
-
-
-def laid(name):
-    """With a `Net` on FSDP2 too."""
-    return sharded(build=Net) if name == "fsdp2" else name
 
 
 def poisoned(pair, layout, step, name, value):
@@ -87,7 +82,7 @@ CASES = {
 @layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp", "fsdp2")
 def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
     for begin, (name, value, where) in enumerate(CASES.values()):
-        with on(host), both(Net, laid(layout)) as pair:
+        with on(host), both(Net, layout) as pair:
             pair.train(range(begin % 3))  # the very first step too
             here = value if rank in [r % world for r in where] else 0.0
             texts = skips_a_step(pair, layout, name, here)
@@ -98,7 +93,7 @@ def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 def test_raise_is_an_error_on_every_rank(rank, world, layout):
-    with both(Net, laid(layout), only={"nonfinite": "raise"}) as pair:
+    with both(Net, layout, only={"nonfinite": "raise"}) as pair:
         pair.train(range(2))
         skips_a_step(pair, layout, "mid.weight", math.nan if rank else 0.0, raises=True)
 
@@ -118,7 +113,7 @@ def test_replicas_skip_too(rank, world, layout):
 def test_raise_waits_for_the_next_full_step(rank, world, period, host):
     """In a block step no rank knows of the others."""
     only = {"period": period, "nonfinite": "raise", "publish": "sync"}
-    with on(host), both(Net, sharded(), only=only) as pair:
+    with on(host), both(Net, "fsdp2", only=only) as pair:
 
         def step(number, scale=1.0):
             pair.opt.zero_grad()
@@ -153,7 +148,7 @@ def test_raise_waits_for_the_next_full_step(rank, world, period, host):
 def by_hand(kind, dtype=torch.float32, **settings):
     """(bare model, optimizer)."""
     only = {"publish": "sync", **settings}
-    with both(Net, laid(kind), change=lambda model: model.to(dtype), only=only) as pair:
+    with both(Net, kind, change=lambda model: model.to(dtype), only=only) as pair:
         yield pair.bare, pair.opt
 
 

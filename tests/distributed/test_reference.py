@@ -34,7 +34,6 @@ from tests.distributed.layouts import (
     LAYOUTS,
     layouts,
     mesh_of,
-    shard_units,
     sharded,
     vocabulary,
 )
@@ -81,8 +80,8 @@ ROWS.add("numbers of numpy", "fsdp2", muon={"ns_steps": 4}, round=numbers_of_num
 # ---- models and meshes -----------------------------------------------------------------------
 
 ROWS.add("a plain model", *AT_OWNERS, "ddp", build=Net, steps=5)
-ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", sharded(), build=ZooBlocks)
-ROWS.add("on one rank", "dedicated", "dedicated fsdp", "reduced", sharded(), world=1, build=Net)
+ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", "fsdp2", build=ZooBlocks)
+ROWS.add("on one rank", "dedicated", "dedicated fsdp", "reduced", "fsdp2", world=1, build=Net)
 for case in CASES:
     ROWS.add(f"mesh {case.name}", case.name)
 ROWS.add("replicas of pieces", "dedicated fsdp", world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
@@ -288,8 +287,8 @@ for shard in (root_alone, together, inside):
     ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard), **LATE)
 for f in (prefetching, evaluating):
     ROWS.add(f.__name__, "fsdp2", **(LATE | {"round": f}), steps=4)
-ROWS.add("checkpoint in forward", sharded(build=Recomputed), **LATE)
-ROWS.add("checkpoint_wrapper", sharded(), change=wrapped, **LATE)
+ROWS.add("checkpoint in forward", "fsdp2", build=Recomputed, **LATE)
+ROWS.add("checkpoint_wrapper", "fsdp2", change=wrapped, **LATE)
 
 
 @ROWS.each()
@@ -303,7 +302,7 @@ def test_training_follows_the_reference(rank, world, name):
 
 @layouts(*AT_OWNERS, "ddp", "fsdp2")
 def test_a_parameter_may_have_several_owners(rank, world, layout):
-    with both(Pieces, sharded() if layout == "fsdp2" else layout, **IN_TURN) as pair:
+    with both(Pieces, layout, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
             owners = pair.own.owner_of(f"blocks.0.{name}")
             assert len(owners) == pieces and set(owners) == {0, 1}, name
@@ -313,10 +312,10 @@ def test_a_parameter_may_have_several_owners(rank, world, layout):
 
 @distributed(2)
 def test_names_are_those_of_the_model_and_tied_weights_are_one(rank, world):
-    with both(layout=sharded(), change=wrapped) as pair:
+    with both(layout="fsdp2", change=wrapped) as pair:
         assert pair.own.owner_of("blocks.1.mix.weight") in range(world)
         assert not any("wrapped" in name for r in range(world) for name in pair.own.owned_by(r))
-    with both(layout=sharded(build=Tied), **LATE) as pair:
+    with both(Tied, "fsdp2", **LATE) as pair:
         named = {p.name: p for p in pair.own.plan.specs.parameters}
         assert "tied" in named["tok.weight"].reason and "lm_head.weight" not in named
         assert "blocks.0.attention.q_proj.weight" in pair.matrices
@@ -571,7 +570,7 @@ def test_frozen_parameters_let_gradients_through(rank, world):
         model.blocks[1].requires_grad_(False)
         model.mid.weight.requires_grad_(False)
 
-    for layout in (*AT_OWNERS, "ddp", replace(sharded(build=Net), wrap=shard_units)):
+    for layout in (*AT_OWNERS, "ddp", "fsdp2"):
         with both(Net, layout, change=freeze) as pair:
             assert all(p.requires_grad for p in pair.own.dedicated_params)
             before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}

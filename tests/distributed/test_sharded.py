@@ -24,7 +24,7 @@ from dmuon.scheduler.costs import CostTable
 from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, data_mesh, mesh_of, sharded, vocabulary
+from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
 from tests.distributed.models import batch, loss_of, weights
 from tests.distributed.twins import MUON, both
 from tests.transports import DelayingTransport
@@ -147,7 +147,7 @@ def small() -> nn.Module:
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e30])
 @distributed(2)
 def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
-    with both(small, sharded(), muon={"eps": 1.2e-38}) as pair:
+    with both(small, "fsdp2", muon={"eps": 1.2e-38}) as pair:
         equal_gradients(pair, 0, scale)
         pair.advance()
         assert pair.opt.stats()["finite"]
@@ -286,7 +286,7 @@ GATHERED = {
 @distributed(2)
 def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
     root = Layout(wrap=lambda model, mesh: fully_shard(model, mesh=mesh), from_first=False)
-    with both(Scored, sharded() if "block" in how else root, **SLOW) as pair:
+    with both(Scored, "fsdp2" if "block" in how else root, **SLOW) as pair:
         if how == "a registered method":
             register_fsdp_forward_method(pair.model, "score")
         pair.train([0])

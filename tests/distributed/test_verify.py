@@ -9,7 +9,7 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import IN_TURN, layouts, sharded
+from tests.distributed.layouts import IN_TURN, layouts
 from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
 from tests.distributed.twins import both
 from tests.internals import Orthogonalizer
@@ -141,8 +141,7 @@ def wrong_results(run):
 
 @layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
-    laid = sharded(build=Net) if layout == "fsdp2" else layout
-    with both(Net, laid, only={"verify_every": 1}) as pair:
+    with both(Net, layout, only={"verify_every": 1}) as pair:
         (engine,) = pair.opt._run.engines
         if rank == 1:
             engine._kernels.run = wrong_results(engine._kernels.run)
