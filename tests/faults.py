@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.api
-from tests.distributed.layouts import Layout
+from tests.distributed.layouts import Layout, on
 from tests.distributed.test_checkpoints import CASES as SMALL
 from tests.distributed.test_checkpoints import Training
 from tests.fixed_costs import analytic_costs
@@ -175,8 +175,8 @@ POINTS = {
 
 CASES: dict[str, Layout] = {
     **SMALL,
-    "dedicated3": replace(SMALL["dedicated"], mesh=(3,)),
-    "dedicated4": replace(SMALL["dedicated"], mesh=(4,)),
+    "dedicated3": on("dedicated", 3),
+    "dedicated4": on("dedicated", 4),
 }
 
 

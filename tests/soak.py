@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from tests.distributed.layouts import Layout, in_ddp, mesh_of, sharded
+from tests.distributed.layouts import LAYOUTS, mesh_of, on
 from tests.distributed.models import Net
 from tests.distributed.twins import BlockReference, Both, Trained
 from tests.poison import Poison
@@ -51,18 +51,8 @@ ADAMW = 0.1  # its learning rate over Muon's
 
 # ---- layouts ---------------------------------------------------------------------------------
 
-REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
-DEDICATED = {"layout": "dedicated"}
-LAYOUTS = {
-    "fsdp2": sharded(build=Net),
-    "replicated": Layout(wrap=in_ddp),
-    "dedicated": Layout(own=DEDICATED),
-    "reduce_to_owner": Layout(wrap=in_ddp, own=REDUCED),
-}
-OF_FOUR = {
-    "hsdp": sharded(2, 2, build=Net),
-    "dedicated hsdp": Layout((2, 2), ("replicate", "shard"), own=DEDICATED),
-}
+KINDS = {name: LAYOUTS[name] for name in ("fsdp2", "ddp", "dedicated", "reduced ddp")}
+OF_FOUR = {"hsdp": on("fsdp2", 2, 2), "dedicated hsdp": on("dedicated", 2, 2)}
 
 
 @cache
@@ -107,7 +97,7 @@ class Phase(Trained):
 
     def __init__(self, name: str, dice: random.Random, saved: Any, t: int) -> None:
         self.name, self.dice, self.t = name, dice, t
-        self.laid = (LAYOUTS | OF_FOUR)[name]
+        self.laid = (KINDS | OF_FOUR)[name]
         shape = self.laid.mesh or (dist.get_world_size(),)
         mesh = _mesh(shape, self.laid.axes)
         torch.manual_seed(dice.randrange(1 << 30))
@@ -239,7 +229,7 @@ def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: b
     warnings.simplefilter("ignore")
     _mesh.cache_clear()
     dice, begin, t = random.Random(seed), time.monotonic(), 0
-    names = [*LAYOUTS, *(OF_FOUR if world == 4 else ())]
+    names = [*KINDS, *(OF_FOUR if world == 4 else ())]
     saved: Any = None
     before: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

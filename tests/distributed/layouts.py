@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -95,6 +95,15 @@ LAYOUTS = {
     **{case.name: _sharded(case) for case in CASES},
     "fsdp2": sharded(),  # on any number of ranks
 }
+
+
+def on(name: str, *mesh: int) -> Layout:
+    """This layout over another mesh: of replicas, if it has two sizes where one is usual."""
+    laid = LAYOUTS[name]
+    axes = laid.axes if len(mesh) == len(laid.axes) else ("replicate", "shard")
+    return replace(laid, mesh=mesh, axes=axes)
+
+
 DEDICATED = ("dedicated", "dedicated kept", "dedicated fsdp")
 AT_OWNERS = (*DEDICATED, "reduced", "reduced ddp")
 

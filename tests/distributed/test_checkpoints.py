@@ -31,7 +31,7 @@ from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard,
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import Pools, distributed
-from tests.distributed.layouts import REDUCING, Layout, in_ddp
+from tests.distributed.layouts import Layout, on
 from tests.distributed.twins import Trained
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
@@ -54,21 +54,16 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return _shard(model, mesh) if "dp" in mesh.mesh_dim_names else model
 
 
-REDUCED: dict[str, Any] = {"options": REDUCING}
-DEDICATED: dict[str, Any] = {"layout": "dedicated"}
-HSDP: dict[str, Any] = {"mesh": (2, 2), "axes": ("replicate", "shard")}
 CASES = {
-    "single": Layout((1,)),
-    "ddp": Layout((2,), wrap=in_ddp),
-    "reduce_to_owner": Layout((2,), own=REDUCED),
-    "reduce_to_owner ddp": Layout((3,), wrap=in_ddp, own=REDUCED),
-    "dedicated": Layout((2,), own=DEDICATED),
-    "dedicated fsdp": Layout((3,), own=DEDICATED, shard_rest=True),
-    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
-    "fsdp2": Layout((2,), wrap=_shard),
-    "fsdp3": Layout((3,), wrap=_shard),
-    "fsdp4": Layout((4,), wrap=_shard),
-    "hsdp": Layout(**HSDP, wrap=_shard),
+    "single": on("plain", 1),
+    "ddp": on("ddp", 2),
+    "reduce_to_owner": on("reduced", 2),
+    "reduce_to_owner ddp": on("reduced ddp", 3),
+    "dedicated": on("dedicated", 2),
+    "dedicated fsdp": on("dedicated fsdp", 3),
+    "dedicated hsdp": on("dedicated", 2, 2),
+    **{f"fsdp{n}": on("fsdp2", n) for n in (2, 3, 4)},
+    "hsdp": on("fsdp2", 2, 2),
     "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
     "ep": Layout((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),

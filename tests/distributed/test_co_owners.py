@@ -22,7 +22,7 @@ from dmuon.types import ConsensusError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout
+from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.test_collective_order import Recorders, assert_one_order
 from tests.distributed.twins import MUON, Trained, both, follow, laid_out, planned
 from tests.internals import ParamsRuntime
@@ -30,9 +30,9 @@ from tests.internals import ParamsRuntime
 STEPS = 3
 LAID: dict[str, Layout] = {
     **{name: laid for name, laid in LAYOUTS.items() if laid.options == dmuon.ShardedOptions()},
-    "hsdp 2x4": replace(LAYOUTS["hsdp"], mesh=(2, 4)),
-    "tp+fsdp8": replace(LAYOUTS["tp+fsdp"], mesh=(4, 2)),
-    "ddp4": replace(LAYOUTS["ddp"], mesh=(4,), build=ParallelModel),
+    "hsdp 2x4": on("hsdp", 2, 4),
+    "tp+fsdp8": on("tp+fsdp", 4, 2),
+    "ddp4": replace(on("ddp", 4), build=ParallelModel),
 }
 
 

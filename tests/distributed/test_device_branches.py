@@ -25,7 +25,7 @@ from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout
+from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.models import Ordered
 from tests.distributed.twins import Both, both, follow
 from tests.internals import host_can_read
@@ -123,7 +123,7 @@ def backward_at_owners(pair: Both, step: int, what: What, compare: bool) -> None
     assert any(len(u.matrices) > 1 for u in units), "of which one would be missing"
 
 
-HSDP_REST = replace(LAYOUTS["dedicated fsdp"], mesh=(2, 2), axes=("replicate", "shard"))
+HSDP_REST = on("dedicated fsdp", 2, 2)
 OWNERS = {
     "reduced": ("reduced", True),
     "reduced ddp": ("reduced ddp", False),

@@ -16,7 +16,7 @@ from dmuon.kernels.newton_schulz import prepared
 from dmuon.scheduler.costs import CostTable
 from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, REDUCING, layouts, sharded
+from tests.distributed.layouts import REDUCING, layouts
 from tests.distributed.twins import MUON, both, laid_out
 from tests.products import Products
 
@@ -57,14 +57,10 @@ def gram_costs(kernel: str = GRAM) -> CostTable:
     return CostTable("by hand", entries, kernels=kernels)
 
 
-SHARDED = sharded(build=Widths)
-
-
 def planned_as(layout, *, build=Widths, **case):
     """`both` with these costs (or a plan)."""
     request = {"solver": "auto", **case.pop("request", {})}
-    laid = SHARDED if layout == "fsdp2" else LAYOUTS[layout]
-    return both(build, laid, loss_of=loss_of, request=request, **case)
+    return both(build, layout, loss_of=loss_of, request=request, **case)
 
 
 def ran(pair) -> set[tuple[str, str]]:

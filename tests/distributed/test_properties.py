@@ -31,8 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.tools.parallel_models import _shard
 from tests.distributed.harness import Pools
-from tests.distributed.layouts import Layout, in_ddp
-from tests.distributed.test_checkpoints import DEDICATED, HSDP, REDUCED
+from tests.distributed.layouts import Layout, in_ddp, on
 from tests.distributed.twins import BlockReference, Trained
 
 SAMPLES = 12  # of all ranks in a step: as many for each of 1, 2, 3 and 4
@@ -142,19 +141,19 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 LAYOUTS = {
-    "single": Layout((1,)),
-    **{f"fsdp{n}": Layout((n,), wrap=_shard) for n in (2, 3, 4)},
-    **{f"ddp{n}": Layout((n,), wrap=in_ddp) for n in (2, 3)},
-    **{f"reduce_to_owner{n}": Layout((n,), own=REDUCED) for n in (2, 3)},
-    "reduce_to_owner ddp": Layout((2,), wrap=in_ddp, own=REDUCED),
-    **{f"dedicated{n}": Layout((n,), own=DEDICATED) for n in (2, 3)},
-    "dedicated fsdp": Layout((2,), own=DEDICATED, shard_rest=True),
+    "single": on("plain", 1),
+    **{f"fsdp{n}": on("fsdp2", n) for n in (2, 3, 4)},
+    **{f"ddp{n}": on("ddp", n) for n in (2, 3)},
+    **{f"reduce_to_owner{n}": on("reduced", n) for n in (2, 3)},
+    "reduce_to_owner ddp": on("reduced ddp", 2),
+    **{f"dedicated{n}": on("dedicated", n) for n in (2, 3)},
+    "dedicated fsdp": on("dedicated fsdp", 2),
     "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
-    "hsdp": Layout(**HSDP, wrap=_shard),
-    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
+    "hsdp": on("fsdp2", 2, 2),
+    "dedicated hsdp": on("dedicated", 2, 2),
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
 }
-SHARDED = [name for name, case in LAYOUTS.items() if case.wrap in (_shard, _tensor_parallel)]
+SHARDED = [name for name in LAYOUTS if name.startswith(("fsdp", "hsdp", "tp"))]
 
 
 def chunks(first: int, last: int, parts: int) -> list[tuple[int, int]]:

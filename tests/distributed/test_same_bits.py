@@ -18,7 +18,7 @@ import dmuon
 from dmuon.dtensors import distributed_as, local_shard
 from tests.distributed.compare import whole
 from tests.distributed.harness import Pools
-from tests.distributed.layouts import LAYOUTS, Layout, sharded
+from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.twins import Trained
 
 STEPS = 4
@@ -98,19 +98,17 @@ def in_both(model: nn.Module, mesh: Any) -> nn.Module:
 def of(world: int, form: str) -> Layout:
     """How the model lies on its mesh."""
     grid, axes = (world // 2, 2), ("dp", "tp")
-    replicas: dict[str, Any] = {"mesh": (2, world // 2), "axes": ("replicate", "shard")}
     reduced = dmuon.ReplicatedOptions(reduce_to_owner=True, publish_bucket_bytes=40_000)
     known = {
-        "fsdp": sharded(world),
-        "hsdp": sharded(2, world // 2),
+        "fsdp": on("fsdp2", world),
+        "hsdp": on("fsdp2", 2, world // 2),
         "tp": Layout((world,), ("tp",), wrap=in_tp),
         "tp+fsdp": Layout(grid, axes, wrap=in_both),
         "dp+tp": replace(LAYOUTS["dedicated"], mesh=grid, axes=axes, wrap=in_tp),
-        "reduced": Layout(own={"options": reduced}),
-        "dedicated hsdp": replace(LAYOUTS["dedicated"], **replicas),
+        "reduced": Layout((world,), own={"options": reduced}),
+        "dedicated hsdp": on("dedicated", 2, world // 2),
     }
-    laid = known.get(form) or LAYOUTS[form]
-    return laid if laid.mesh else replace(laid, mesh=(world,))
+    return known.get(form) or on(form, world)
 
 
 FORMS = {
