@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.config import PlannerOptions
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.tools.parallel_models import CASES, ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout, on
+from tests.distributed.layouts import LAYOUTS, Layout, on, shared
 from tests.distributed.test_collective_order import Recorders, assert_one_order
 from tests.distributed.twins import MUON, Trained, both, follow, laid_out, planned
 from tests.internals import ParamsRuntime
@@ -34,10 +33,6 @@ LAID: dict[str, Layout] = {
     "tp+fsdp8": on("tp+fsdp", 4, 2),
     "ddp4": replace(on("ddp", 4), build=ParallelModel),
 }
-
-
-def shared(k: Any, **planner: Any) -> dict[str, Any]:
-    return {"planner": PlannerOptions(co_owners=k, **planner), "solver": "auto"}
 
 
 def plan_of(case: str, k: int, **planner: Any) -> OwnershipPlan:

@@ -25,8 +25,8 @@ from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout, on
-from tests.distributed.models import Ordered
+from tests.distributed.layouts import LAYOUTS, Layout, on, shared
+from tests.distributed.models import Ordered, half
 from tests.distributed.twins import Both, both, follow
 from tests.internals import host_can_read
 
@@ -136,7 +136,7 @@ OWNERS = {
 
 # ---- sharded -------------------------------------------------------------------------------
 
-SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=2)}}
+SHARED = {"request": shared(2)}
 WHOLE = replace(LAYOUTS["plain"], build=ParallelModel)  # on every rank
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
@@ -259,10 +259,6 @@ def test_owners_need_no_host(rank, world, name):
         expected = run(layout, steps, compare=False, **case)
         with host_cannot_read():
             agree(run(layout, steps, compare=False, **case), expected, rounded=False)
-
-
-def half(model: nn.Module) -> None:
-    model.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize(

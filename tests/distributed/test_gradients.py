@@ -19,7 +19,7 @@ from dmuon.types import DmuonError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_equal_on_all_ranks, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts
+from tests.distributed.layouts import layouts, shared
 from tests.distributed.models import Net, Ordered, Used, batch
 from tests.distributed.twins import both
 
@@ -341,8 +341,7 @@ def drop(pair, names, victim):
 @distributed(4)
 def test_missing_gradients_of_empty_shards_and_of_co_owners(rank, world, co_owners):
     """`narrow.up.weight` has 3 rows on 4 ranks: the last one stores nothing."""
-    planner = {"planner": dmuon.PlannerOptions(co_owners=co_owners)}
-    with both(layout="fsdp4", request=planner) as pair:
+    with both(layout="fsdp4", request=shared(co_owners)) as pair:
         params, twins = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
         narrow = local_tensor(params["blocks.0.narrow.up.weight"])
         assert (narrow.numel() == 0) == (rank == 3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -19,6 +19,7 @@ from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import AT_OWNERS, sharded
+from tests.distributed.models import half
 from tests.distributed.twins import Both, both
 
 BF16 = torch.bfloat16
@@ -90,10 +91,6 @@ def edits_count(pair: Both, access: Callable[[], Any]) -> None:
             assert torch.equal(new[~same], new[~same].to(BF16).float())
         masters = saved
     assert all(m.count_nonzero() < m.numel() for m in masters)
-
-
-def half(model: nn.Module) -> None:
-    model.to(BF16)
 
 
 OFFLOADED = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))

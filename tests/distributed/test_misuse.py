@@ -27,7 +27,7 @@ from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded
+from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded, shared
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
@@ -101,10 +101,6 @@ def mesh_of_cuda():
     return mesh
 
 
-def co_owned(number, **more):
-    return more | {"planner": dmuon.PlannerOptions(co_owners=number), "solver": "auto"}
-
-
 ALL, ONE, EITHER = [(0, 1)], [(1,)], [(0, 1), (1,)]  # who makes a mistake
 EVERY = {"select": lambda name, p: True}
 HALF = {"layout": "dedicated"}
@@ -149,11 +145,11 @@ PLANNING = [
     (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
     (of_shards, {"options": dmuon.ShardedOptions(buffers=3)}, "disagree.*buffers", ONE),
     # Matrices that several ranks share.
-    (used, co_owned(2) | HALF, "lie with one owner", ALL),
-    (used, co_owned(2) | ASKING, "lie with one owner", ALL),
-    (of_shards, co_owned(2) | GRAM, "the same bits on every mesh", ALL),
-    (of_shards, co_owned(4), "only 2 ranks to share", ALL),
-    (narrow, co_owned(2) | MATRICES, "more than matrix .* has columns", ALL),
+    (used, shared(2) | HALF, "lie with one owner", ALL),
+    (used, shared(2) | ASKING, "lie with one owner", ALL),
+    (of_shards, shared(2) | GRAM, "the same bits on every mesh", ALL),
+    (of_shards, shared(4), "only 2 ranks to share", ALL),
+    (narrow, shared(2) | MATRICES, "more than matrix .* has columns", ALL),
     # Arguments that differ.
     (used, {"options": dmuon.ReplicatedOptions(bucket_bytes=1001)}, "disagree", ONE),
     (used, {"options": dmuon.ReplicatedOptions(reduce_dtype=torch.float64)}, "disagree", ONE),

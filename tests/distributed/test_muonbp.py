@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import dmuon
 from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, vocabulary
+from tests.distributed.layouts import Layout, shared, vocabulary
 from tests.distributed.twins import Rows, both
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
@@ -34,7 +34,7 @@ in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
 in_blocks("ep+fsdp, split experts", math.inf, steps=2)
 in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
 # Co-owners change nothing but who computes.
-SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=4), "solver": "auto"}, "steps": 5}
+SHARED = {"request": shared(4), "steps": 5}
 in_blocks("fsdp4", 3, None, **SHARED)
 in_blocks("fsdp4", dmuon.LinearPeriod(2, 4, 6), None, **SHARED)
 # Weights that are stored (in, out) and cut side by side.

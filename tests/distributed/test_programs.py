@@ -38,6 +38,7 @@ from tests.distributed.models import (
     loss_of,
     net_of,
     seeded,
+    tied,
     weights,
     without_root,
 )
@@ -135,13 +136,9 @@ class Attending(nn.Module):
 # ---- tied weights ----------------------------------------------------------------------------
 
 
-def shared(model):
+def repeated(model):
     """One block at two places of the list."""
     model.blocks.append(model.blocks[0])
-
-
-def tied(model):
-    model.blocks[2].up.weight = model.blocks[0].up.weight
 
 
 def tied_inside_and_to_the_root(model):
@@ -387,7 +384,7 @@ for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
     program(f"groups: {name}, any order", **ordered("some and several"), options=groups)
     program(f"groups: {name}, children alone", loss_of=children_alone, options=groups)
-program("a block at two places", *EACH, change=shared)
+program("a block at two places", *EACH, change=repeated)
 program("two tied blocks", *DEDICATED, "reduced", change=tied)
 program("a tied head", "dedicated", "reduced", change=tied_head)
 square = partial(net_of, Square)

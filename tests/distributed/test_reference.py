@@ -35,6 +35,7 @@ from tests.distributed.layouts import (
     layouts,
     mesh_of,
     sharded,
+    shared,
     vocabulary,
 )
 from tests.distributed.models import (
@@ -46,6 +47,7 @@ from tests.distributed.models import (
     batch,
     loss_of,
     seeded,
+    tied,
     weights,
 )
 from tests.distributed.twins import Rows, both, scheduled
@@ -119,8 +121,7 @@ ROWS.add(
     world=4,
     mesh=in_another_order,
 )
-SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
-ROWS.add("another order, co-owners", "hsdp", mesh=in_another_order, request=SHARED)
+ROWS.add("another order, co-owners", "hsdp", mesh=in_another_order, request=shared(2))
 
 FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
 for adjust in ("original", "match_rms_adamw"):
@@ -471,10 +472,6 @@ def as_bfloat16(twin, names):
 
 def called_twice(model, step, rank):
     model.order = [0, 1, 2, 0]
-
-
-def tied(model):
-    model.blocks[2].up.weight = model.blocks[0].up.weight
 
 
 def two_forwards(model, inputs):

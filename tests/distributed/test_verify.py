@@ -9,7 +9,7 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import IN_TURN, layouts
+from tests.distributed.layouts import IN_TURN, layouts, shared
 from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
 from tests.distributed.twins import both
 from tests.internals import Orthogonalizer
@@ -35,10 +35,6 @@ def test_right_steps_pass_in_shards(rank, world, layout, k):
     with both(layout=layout, **case) as pair:
         pair.train_alone(range(10))
         assert pair.opt._run.verified == 3
-
-
-def shared(k):
-    return {"planner": dmuon.PlannerOptions(co_owners=k), "solver": "auto"}
 
 
 @distributed(2)
