@@ -278,9 +278,6 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
                 dmuon.dedicate_params(seeded(Net), costs=mine)
 
 
-pytestmark = pytest.mark.cpu_only("measures a CPU")
-
-
 def planned_for(model, wrapper=RecordingTransport):
     return planned(model, wrapper, options=REDUCING)
 
