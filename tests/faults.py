@@ -46,9 +46,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.api
+from tests.distributed.layouts import Layout, on
 from tests.distributed.test_checkpoints import CASES as SMALL
 from tests.distributed.test_checkpoints import Training
-from tests.distributed.twins import Layout
 from tests.fixed_costs import analytic_costs
 from tests.internals import C10dTransport, IssuedWork, Orthogonalizer
 
@@ -139,29 +139,19 @@ class Point:
     victim: int = 1
 
 
+TAGS = (
+    "gradients", "gradients across replicas", "rest", "flags", "verdict", "norms", "rms", "gather",
+    "scatter", "replicate", "updates", "telemetry", "publish",
+)  # fmt: skip
 POINTS = {
     "forward": Point(_in_forward),
     "backward": Point(_in_backward),
     "before Newton-Schulz": Point(_before_newton_schulz),
-    # collectives of a step, as `opt.stats()["bytes"]` and errors name them
-    "gradients": Point(_collective("gradients")),
-    "gradients across replicas": Point(_collective("gradients across replicas")),
-    "rest": Point(_collective("rest")),
-    "flags": Point(_collective("flags")),
-    "verdict": Point(_collective("verdict")),  # where owners have the gradients
-    "norms": Point(_collective("norms")),  # elsewhere
-    "rms": Point(_collective("rms")),
-    "gather": Point(_collective("gather")),
-    "scatter": Point(_collective("scatter")),
-    "replicate": Point(_collective("replicate")),
-    "updates": Point(_collective("updates")),
-    "telemetry": Point(_collective("telemetry")),
-    "weights of forward": Point(_collective("forward")),
-    "weights of backward": Point(_collective("backward")),
-    "publish": Point(_collective("publish")),
-    "waiting for scatter": Point(_wait("scatter")),
-    "waiting for updates": Point(_wait("updates")),
-    "waiting for publish": Point(_wait("publish")),
+    # collectives of a step, as `opt.stats()["bytes"]` and errors name them; owners have gradients
+    # where there is a "verdict", elsewhere there are "norms"
+    **{tag: Point(_collective(tag)) for tag in TAGS},
+    **{f"weights of {way}": Point(_collective(way)) for way in ("forward", "backward")},
+    **{f"waiting for {tag}": Point(_wait(tag)) for tag in ("scatter", "updates", "publish")},
     # planning
     "planning: process group": Point(_method(C10dTransport, "__init__"), "start"),
     "planning: device": Point(_method(C10dTransport, "begin"), "start"),
@@ -185,8 +175,8 @@ POINTS = {
 
 CASES: dict[str, Layout] = {
     **SMALL,
-    "dedicated3": replace(SMALL["dedicated"], mesh=(3,)),
-    "dedicated4": replace(SMALL["dedicated"], mesh=(4,)),
+    "dedicated3": on("dedicated", 3),
+    "dedicated4": on("dedicated", 4),
 }
 
 
@@ -225,7 +215,7 @@ class Job:
             self.begin = self.training.schedule.last_epoch = int(name.removeprefix("step-"))
         self._saver: Any = None
         self._saving: tuple[Any, str] | None = None
-        if fault.is_async:
+        if fault.point.startswith("async_save"):
             # It meets from a thread, so not in the group in which the model trains meanwhile.
             self._saver = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -329,10 +319,6 @@ class Fault:
     def timeout_s(self) -> float:
         return HANG_TIMEOUT_S if self.hangs else TIMEOUT_S
 
-    @property
-    def is_async(self) -> bool:
-        return self.point.startswith("async_save")
-
 
 @dataclass
 class Ended:
@@ -434,12 +420,12 @@ def seen_by(rank: int, folder: Path) -> tuple[str, float]:
     raise AssertionError(f"rank {rank} does not say where it was: {told}")
 
 
-def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
+def inject(fault: Fault, folder: Path, honest: Path) -> list[str]:
     """Have a rank die, check the others, start again, compare the weights; a row of the table."""
     point = POINTS[fault.point]
     folder.mkdir()
     if point.when == "start":  # of a job that goes on
-        shutil.copytree(undisturbed / f"step-{EVERY}", folder / f"step-{EVERY}")
+        shutil.copytree(honest / f"step-{EVERY}", folder / f"step-{EVERY}")
         mark(folder, f"step-{EVERY}")
     ended = launch(folder, fault, dies=True)
     assert not ended.hung, f"ranks {ended.hung} hang"
@@ -454,7 +440,7 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     assert marked == f"step-{EVERY}", f"{marked} is no whole checkpoint"
     again = launch(folder, replace(fault, layout=fault.then or fault.layout))
     assert set(again.codes.values()) == {0}, f"started again: {again}"
-    resumed = compared(folder, undisturbed, 1e-6 if fault.then else 0.0)
+    resumed = compared(folder, honest, 1e-6 if fault.then else 0.0)
     layout = f"`{fault.layout}`" + ", async" * bool(fault.changes)
     where = "; ".join(dict.fromkeys(text for text, _ in seen))
     if fault.then:
@@ -463,8 +449,8 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     return [what, layout, where, f"{last:.1f}", f"{end:.1f}", resumed]
 
 
-def compared(folder: Path, undisturbed: Path, tolerance: float) -> str:
-    found, expected = (torch.load(at / "final.pt") for at in (folder, undisturbed))
+def compared(folder: Path, honest: Path, tolerance: float) -> str:
+    found, expected = (torch.load(at / "final.pt") for at in (folder, honest))
     assert found.keys() == expected.keys()
     off = max(float((found[n] - w).abs().max()) for n, w in expected.items())
     assert off <= tolerance, f"started again: {off} off"
@@ -537,38 +523,33 @@ SHORT = [
     *_of("save: half of the data", "fsdp2"),
     *_of("async_save: half of the data", "fsdp2"),
     *_of("load: state", "reduce_to_owner"),
-    Fault("forward", "hsdp", hangs=True),
+    Fault("forward", "dedicated hsdp", hangs=True),
 ]
 TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", "dedicated hsdp")]
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]
 
 
-class Runs:
-    """All that is run, in one folder; of each layout also a job that nobody disturbs."""
+def undisturbed(root: Path, layout: str) -> Path:
+    """Of a job that nobody disturbs."""
+    folder = root / f"undisturbed {layout}"
+    if not (folder / "final.pt").exists():
+        folder.mkdir(exist_ok=True)
+        ended = launch(folder, Fault("forward", layout))
+        assert set(ended.codes.values()) == {0}, f"undisturbed: {ended}"
+    return folder
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._undisturbed: dict[str, Path] = {}
 
-    def undisturbed(self, fault: Fault) -> Path:
-        key = fault.layout
-        if key not in self._undisturbed:
-            folder = self._undisturbed[key] = self._root / f"undisturbed {key}"
-            folder.mkdir()
-            ended = launch(folder, Fault("forward", fault.layout))
-            assert set(ended.codes.values()) == {0}, f"undisturbed: {ended}"
-        return self._undisturbed[key]
-
-    def inject(self, fault: Fault, *, by_torchrun: bool = False) -> list[str]:
-        undisturbed = self.undisturbed(fault)
-        what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
-        folder = self._root / f"{fault.point}, {fault.layout} {fault.then} {what}"
-        if not by_torchrun:
-            return inject(fault, folder, undisturbed)
-        folder.mkdir()
-        torchrun(folder, fault)
-        resumed = compared(folder, undisturbed, 0.0)
-        return [f"`{fault.point}`", f"`{fault.layout}`", "ended by torchrun", "", "", resumed]
+def row_of(root: Path, fault: Fault, *, by_torchrun: bool) -> list[str]:
+    """All that is run lies in one folder."""
+    honest = undisturbed(root, fault.layout)
+    what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
+    folder = root / f"{fault.point}, {fault.layout} {fault.then} {what}"
+    if not by_torchrun:
+        return inject(fault, folder, honest)
+    folder.mkdir()
+    torchrun(folder, fault)
+    resumed = compared(folder, honest, 0.0)
+    return [f"`{fault.point}`", f"`{fault.layout}`", "ended by torchrun", "", "", resumed]
 
 
 def main() -> int:
@@ -601,13 +582,12 @@ def main() -> int:
     if given.markdown:
         print(*(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD))), sep="\n")
     try:
-        runs = Runs(root)
         for fault, by_torchrun in faults:
             if not is_asked(fault):
                 continue
             begin = time.monotonic()
             try:
-                row = runs.inject(fault, by_torchrun=by_torchrun)
+                row = row_of(root, fault, by_torchrun=by_torchrun)
             except AssertionError as error:
                 failed += 1
                 row = [f"`{fault.point}`", f"`{fault.layout}`", f"FAILED: {error}"]

@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -37,8 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from tests.distributed.models import Net, batch, loss_of
-from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp, mesh_of, sharded
+from tests.distributed.layouts import LAYOUTS, mesh_of, on
+from tests.distributed.models import Net
+from tests.distributed.twins import BlockReference, Both, Trained
 from tests.poison import Poison
 
 STEPS = 40  # of a phase
@@ -49,18 +51,8 @@ ADAMW = 0.1  # its learning rate over Muon's
 
 # ---- layouts ---------------------------------------------------------------------------------
 
-REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
-DEDICATED = {"layout": "dedicated"}
-LAYOUTS = {
-    "fsdp2": sharded(build=Net),
-    "replicated": Layout(wrap=in_ddp),
-    "dedicated": Layout(own=DEDICATED),
-    "reduce_to_owner": Layout(wrap=in_ddp, own=REDUCED),
-}
-OF_FOUR = {
-    "hsdp": sharded(2, 2, build=Net),
-    "dedicated hsdp": Layout((2, 2), ("replicate", "shard"), own=DEDICATED),
-}
+KINDS = {name: LAYOUTS[name] for name in ("fsdp2", "ddp", "dedicated", "reduced ddp")}
+OF_FOUR = {"hsdp": on("fsdp2", 2, 2), "dedicated hsdp": on("dedicated", 2, 2)}
 
 
 @cache
@@ -72,27 +64,21 @@ def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
 # ---- the twin --------------------------------------------------------------------------------
 
 
-class Twin:
-    """The same model in one process; ``rows`` are its ranks in block steps."""
-
-    def __init__(self, state: dict[str, Any], rows: int, period: int, t: int) -> None:
-        self.model = Net(**WIDTHS)
-        self.model.load_state_dict(state["model"])
-        holders = {p: _chunks(p, rows) for p in self.model.parameters()}
-        rates = {"lr": 0.02, "adamw_lr": 0.02 * ADAMW, "ns_dtype": torch.float32}
-        self.ref = BlockReference(self.model, holders, period, **rates)
-        for _ in range(t):
-            self.ref.schedule.advance()
-        for name, p in self.model.named_parameters():
-            entry = state["optim"]["state"].get(name, {})
-            kept = self.ref.state if "momentum_buffer" in entry else self.ref.adamw.state
-            if entry:
-                kept[p] = {key: torch.as_tensor(v).clone() for key, v in entry.items()}
-
-    def step(self, lr: float) -> None:
-        self.ref.param_groups[0]["lr"] = lr
-        self.ref.adamw.param_groups[0]["lr"] = lr * ADAMW
-        self.ref.step()
+def twin_of(state: dict[str, Any], rows: int, period: int, t: int) -> tuple[Net, BlockReference]:
+    """The same model in one process after ``t`` steps; ``rows`` are its ranks in block steps."""
+    model = Net(**WIDTHS)
+    model.load_state_dict(state["model"])
+    holders = {p: _chunks(p, rows) for p in model.parameters()}
+    rates = {"lr": 0.02, "adamw_lr": 0.02 * ADAMW, "ns_dtype": torch.float32}
+    ref = BlockReference(model, holders, period, **rates)
+    for _ in range(t):
+        ref.schedule.advance()
+    for name, p in model.named_parameters():
+        entry = state["optim"]["state"].get(name, {})
+        kept = ref.state if "momentum_buffer" in entry else ref.adamw.state
+        if entry:
+            kept[p] = {key: torch.as_tensor(v).clone() for key, v in entry.items()}
+    return model, ref
 
 
 def _chunks(p: Tensor, rows: int) -> Tensor:
@@ -111,9 +97,8 @@ class Phase(Trained):
 
     def __init__(self, name: str, dice: random.Random, saved: Any, t: int) -> None:
         self.name, self.dice, self.t = name, dice, t
-        self.laid = (LAYOUTS | OF_FOUR)[name]
-        self.world = dist.get_world_size()
-        shape = self.laid.mesh or (self.world,)
+        self.laid = (KINDS | OF_FOUR)[name]
+        shape = self.laid.mesh or (dist.get_world_size(),)
         mesh = _mesh(shape, self.laid.axes)
         torch.manual_seed(dice.randrange(1 << 30))
         model, in_shards = Net(**WIDTHS), not self.laid.from_first
@@ -135,7 +120,8 @@ class Phase(Trained):
             assert self.opt.stats()["steps"] == t, (self.opt.stats()["steps"], t)
             assert_equal(self.whole(), saved[0], f"loading into {name}")
         rows = mesh.size(mesh.ndim - 1) if in_shards else 1
-        self.twin = Twin(self.whole(), rows, self.period, t)
+        twin, self.ref = twin_of(self.whole(), rows, self.period, t)
+        self.pair = Both(self.model, twin, self.opt, [self.ref], mesh)
 
     def load_from(self, whole: dict[str, Any], folder: str | None) -> None:
         if folder is not None:
@@ -149,72 +135,63 @@ class Phase(Trained):
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
-        twin = self.twin.model.state_dict()
+            self.t += 1
+        twin = self.pair.twin.state_dict()
         for name, weight in self.whole()["model"].items():
             off = float((weight - twin[name]).abs().max())
             assert off <= TOLERANCE, f"{name} is {off} off after {self.name} at step {self.t}"
 
     def step(self) -> None:
-        dice, t = self.dice, self.t
-        full = t % self.period == 0
+        dice, t, pair = self.dice, self.t, self.pair
         parts = dice.choice([1, 1, 1, 2, 3])
         # Where the framework reduces, all ranks must have the same gradients missing.
-        uses = [dice.random() < 0.5] * self.world
+        uses = [dice.random() < 0.5] * self.ranks
         if self.laid.own and isinstance(self.model, Net):
-            uses = [dice.random() < 0.5 for _ in range(self.world)]
-        culprit = dice.randrange(self.world) if full and dice.random() < 0.03 else None
+            uses = [dice.random() < 0.5 for _ in range(self.ranks)]
+        pair.prepare = lambda model, step, rank: setattr(model, "use_spare", uses[rank])
+        is_bad = t % self.period == 0 and dice.random() < 0.03
+        culprit = dice.randrange(self.ranks) if is_bad else None
         poisoned = dice.choice(["mid", "blocks.1.down", "blocks.0.norm"])
-        lr = dice.choice([0.001, 0.002, 0.004])
-        waits = dice.random() < 0.5
+        lr, waits = dice.choice([0.001, 0.002, 0.004]), dice.random() < 0.5
         for part in range(parts):
             last = part == parts - 1
             syncs = nullcontext() if last or not waits else dmuon.no_sync(self.model)
-            with syncs:
-                self.backward(
-                    self.model,
-                    self.rank,
-                    10 * t + part,
-                    parts,
-                    uses[self.rank],
-                    last and culprit == self.rank and poisoned,
-                )
-            for rank in range(self.world):
-                twin = self.twin.model
-                self.backward(twin, rank, 10 * t + part, parts * self.world, uses[rank], "")
+            with syncs, poison(self.bare, poisoned if last and culprit == self.rank else ""):
+                pair.backward(10 * t + part, parts)
+            pair.joint_backward(10 * t + part, parts)
         clip = dice.choice([None, None, 0.05])
         if clip is not None and culprit is None:
             norm = dmuon.clip_grad_norm_(self.model, clip)
-            expected = torch.nn.utils.clip_grad_norm_(self.twin.model.parameters(), clip)
+            expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), clip)
             assert math.isclose(float(norm), float(expected), rel_tol=1e-3), (norm, expected)
         for group in self.opt.param_groups:
             group["lr"] = lr
+        self.ref.param_groups[0]["lr"], self.ref.adamw.param_groups[0]["lr"] = lr, lr * ADAMW
         self.opt.step()
         if culprit is None:
-            self.twin.step(lr)
+            self.ref.step()
         else:
             assert self.opt.stats()["finite"] is False
-            self.twin.ref.schedule.advance()
+            self.ref.schedule.advance()
         if dice.random() < 0.02:  # what is saved while updates travel is what is saved afterwards
             early = self.whole()
             self.opt.synchronize()
             assert_equal(self.whole(), early, "saving")
         self.opt.zero_grad()
-        self.twin.model.zero_grad()
-        self.t += 1
+        pair.twin.zero_grad()
 
-    def backward(
-        self, model: nn.Module, rank: int, number: int, parts: int, uses: bool, poison: Any
-    ) -> None:
-        bare = getattr(model, "module", model)
-        bare.use_spare = uses
-        handle = None
-        if poison:
-            handle = bare.get_submodule(poison).register_forward_hook(
-                lambda module, args, output: output + Poison.apply(module.weight, math.nan)
-            )
-        (loss_of(model, batch(number, rank, 2)) / parts).backward()
-        if handle is not None:
-            handle.remove()
+
+@contextmanager
+def poison(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, the gradient of this module's weight is not finite."""
+    handle = None
+    if name:
+        handle = model.get_submodule(name).register_forward_hook(
+            lambda module, args, output: output + Poison.apply(module.weight, math.nan)
+        )
+    yield
+    if handle is not None:
+        handle.remove()
 
 
 def assert_equal(found: Any, expected: Any, what: str) -> None:
@@ -252,7 +229,7 @@ def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: b
     warnings.simplefilter("ignore")
     _mesh.cache_clear()
     dice, begin, t = random.Random(seed), time.monotonic(), 0
-    names = [*LAYOUTS, *(OF_FOUR if world == 4 else ())]
+    names = [*KINDS, *(OF_FOUR if world == 4 else ())]
     saved: Any = None
     before: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Transports for tests and benchmarks: one that notes what is sent, and one that is slow."""
+"""Transports for tests and benchmarks: one that notes what is sent, and some that are slow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from tests.internals import Transport, Work
-
-__all__ = ["Clock", "ClockTransport", "DelayingTransport", "Event", "RecordingTransport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,51 +29,53 @@ class RecordingTransport:
     inner: Transport
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-    @property
-    def world(self) -> int:
-        return self.inner.world
-
-    @property
-    def failed(self) -> bool:
-        return self.inner.failed
+    def wrapped(self, work: Work, tag: str) -> Work:
+        """What is given back of a collective."""
+        return work
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         self.events.append(Event("reduce", tag, tensor.nbytes, dst))
-        return self.inner.reduce(tensor, dst, tag=tag)
+        return self.wrapped(self.inner.reduce(tensor, dst, tag=tag), tag)
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         self.events.append(Event("all_reduce", tag, tensor.nbytes))
-        return self.inner.all_reduce(tensor, tag=tag, maximum=maximum)
+        return self.wrapped(self.inner.all_reduce(tensor, tag=tag, maximum=maximum), tag)
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         self.events.append(Event("broadcast", tag, tensor.nbytes, src))
-        return self.inner.broadcast(tensor, src, tag=tag)
+        return self.wrapped(self.inner.broadcast(tensor, src, tag=tag), tag)
 
     def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
+        self, output: Tensor, source: Tensor, to: Sequence[int], sent: Sequence[int], *, tag: str
     ) -> Work:
-        sent = source.numel() - source_splits[self.rank]
-        self.events.append(Event("all_to_all", tag, sent * source.element_size()))
-        return self.inner.all_to_all(output, source, output_splits, source_splits, tag=tag)
+        nbytes = (source.numel() - sent[self.rank]) * source.element_size()
+        self.events.append(Event("all_to_all", tag, nbytes))
+        return self.wrapped(self.inner.all_to_all(output, source, to, sent, tag=tag), tag)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.inner.gather_objects(value)
 
-    def broadcast_object(self, value: Any, src: int) -> Any:
-        return self.inner.broadcast_object(value, src)
+@dataclass
+class _CountedWork:
+    inner: Work
+    transport: CountingTransport
 
-    def close(self) -> None:
-        self.inner.close()
+    def wait(self) -> None:
+        self.inner.wait()
+        self.transport.waited += 1
+
+
+@dataclass
+class CountingTransport(RecordingTransport):
+    """Counts how often collectives with this tag are ``waited`` for; unless they are, nobody sees
+    that they have come."""
+
+    counts: str = ""
+    waited: int = 0
+
+    def wrapped(self, work: Work, tag: str) -> Any:
+        return _CountedWork(work, self) if tag == self.counts else work
 
 
 @dataclass
@@ -100,29 +100,8 @@ class DelayingTransport(RecordingTransport):
 
     delay_s: float = 0.02
 
-    def _delayed(self, work: Work) -> Work:
+    def wrapped(self, work: Work, tag: str) -> Work:
         return _DelayedWork(work, time.perf_counter() + self.delay_s)
-
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self._delayed(super().reduce(tensor, dst, tag=tag))
-
-    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
-        return self._delayed(super().all_reduce(tensor, tag=tag, maximum=maximum))
-
-    def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        return self._delayed(super().broadcast(tensor, src, tag=tag))
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
-    ) -> Work:
-        work = super().all_to_all(output, source, output_splits, source_splits, tag=tag)
-        return self._delayed(work)
 
 
 @dataclass
@@ -155,5 +134,5 @@ class ClockTransport(DelayingTransport):
 
     clock: Clock = field(default_factory=Clock)
 
-    def _delayed(self, work: Work) -> Work:
+    def wrapped(self, work: Work, tag: str) -> Work:
         return _TimedWork(work, self.clock, self.clock.now + self.delay_s)

@@ -125,14 +125,6 @@ _IMPORTS = [
 ]
 
 
-def _start_method() -> str:
-    """How to start processes: where there is fork, all share one import of torch."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.set_forkserver_preload(_IMPORTS)
-    return "forkserver"
-
-
 class Pool:
     """``world`` processes, which meet in one group; each has a device of its own if it is not
     "cpu"."""
@@ -142,14 +134,14 @@ class Pool:
         self.usable = True
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._meetings = 0
-        context = multiprocessing.get_context(_start_method())
+        multiprocessing.set_forkserver_preload(_IMPORTS)  # all share one import of torch
+        context = multiprocessing.get_context("forkserver")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, theirs, device), daemon=True
-            )
+            arguments = (rank, world, theirs, device)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -14,12 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools import parallel_models
-from dmuon.tools.parallel_models import VOCAB, loss_of
-
-__all__ = [
-    "VOCAB", "Block", "Casting", "Checkpointed", "Net", "Ordered", "Pieces", "Used", "Vocabulary",
-    "ZooBlocks", "batch", "loss_of", "net_of", "seeded", "weights", "wrap",
-]  # fmt: skip
+from dmuon.tools.parallel_models import VOCAB, loss_of  # noqa: F401  used with these models
 
 
 def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
@@ -40,6 +35,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def wrap(model: nn.Module, ddp: bool = True, **kwargs: Any) -> nn.Module:
     kwargs.setdefault("find_unused_parameters", True)  # Net.spare
     return DistributedDataParallel(model, **kwargs) if ddp else model
+
+
+def half(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def tied(model: Any) -> None:
+    model.blocks[2].up.weight = model.blocks[0].up.weight
 
 
 class Block(nn.Module):

@@ -6,8 +6,6 @@ import argparse
 import doctest
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -60,6 +58,11 @@ def lost_gradient(lost):
         return honest(self, given, dst, tag=tag)
 
     return planted(C10dTransport, "reduce", reduce)
+
+
+def _doubled(honest, rank, self, tensor, *, tag, maximum=False):
+    """Muon is blind to one common scale; AdamW's part and the loss are not."""
+    return honest(self, tensor.mul_(2) if tag == "rest" else tensor, tag=tag, maximum=maximum)
 
 
 def lost_broadcast(prefix):
@@ -126,51 +129,7 @@ def lost_message(tag):
     return planted(C10dTransport, "all_to_all", all_to_all)
 
 
-def assert_caught(plant, rank, compare, *args, **kwargs):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        plant(monkeypatch, rank)
-        report = compare(*args, **kwargs)
-    assert not report.passed and not report, str(report)
-    assert "DIFFERS" in str(report)
-
-
 # ---- replicated --------------------------------------------------------------------------
-
-FAULTS = {
-    "slightly wrong": scaled(1.07),
-    "zero": scaled(0.0),
-    "sign": scaled(-1.0),
-    "lost gradient": lost_gradient("gradients"),
-    "lost publication": lost_broadcast("updates"),
-    # After which nothing more is applied, and so nothing more is published.
-    "nan published": wrong_broadcast("updates", lambda arrived, _: arrived * math.nan),
-}
-
-
-DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]  # of weights, of Newton-Schulz
-
-
-@pytest.mark.parametrize(
-    "fault, weights, ns",
-    [("slightly wrong", *dtypes) for dtypes in DTYPES]
-    + [(fault, *DTYPES[i % 3]) for i, fault in enumerate(FAULTS)][1:],
-)
-@distributed(2)
-def test_planted_faults_are_caught(rank, world, fault, weights, ns):
-    def compare(lr):
-        return dmuon.check_step_equivalence(
-            lambda: seeded(Net).to(weights),
-            loss_of,
-            batch,
-            steps=2,
-            lr=lr,
-            ns_dtype=ns,
-            options=dmuon.ReplicatedOptions(reduce_to_owner=True, reduce_dtype=FP32),
-        )
-
-    # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
-    for lr in (1e-3, 0.02) if fault == "slightly wrong" else (1e-3,):
-        assert_caught(FAULTS[fault], rank, compare, lr)
 
 
 @pytest.mark.parametrize("kernels", [FIXED, dmuon.KernelOptions()])
@@ -188,26 +147,9 @@ def test_one_rounding_is_no_difference_but_other_bits(rank, world, kernels):
     assert ("other bits" in str(report)) is ("bitwise" in str(report)) is kernels.is_fixed
 
 
-@distributed(2)
-def test_a_scaled_gradient_is_caught_with_sgd_momentum_and_clipping_free_reference(rank, world):
-    """Muon is blind to one common scale; AdamW's part and the loss are not."""
-
-    def all_reduce(honest, rank, self, tensor, *, tag, maximum=False):
-        given = tensor.mul_(2) if tag == "rest" else tensor
-        return honest(self, given, tag=tag, maximum=maximum)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        planted(C10dTransport, "all_reduce", all_reduce)(monkeypatch, rank)
-        report = dmuon.check_step_equivalence(
-            lambda: seeded(Net), loss_of, batch, steps=3, lr=0.02, adamw_eps=1e-3, ns_dtype=FP32
-        )
-    assert not report.passed
-
-
 # ---- parallel models ---------------------------------------------------------------------
 
 BY_NAME = {case.name: case for case in (*CASES, *DEDICATED_CASES)}
-BY_NAME["hsdp 2x3"] = replace(BY_NAME["hsdp"], mesh_shape=(2, 3))
 # Three axes on four ranks: each rank is a process, of which this machine may have few.
 BY_NAME["hsdp+tp"] = replace(BY_NAME["hsdp+tp"], mesh_shape=(2, 1, 2))
 
@@ -242,27 +184,18 @@ def agrees(name, layout, **kwargs):
 
 
 # Every rank builds other weights for the `dedicated` layout, where the first rank's count.
+AGREE = [
+    *(("sharded", name) for name in ("tp", "hsdp+tp", "ep+fsdp, split experts")),
+    *(("dedicated", name) for name in ("plain", "fsdp2", "hsdp", "tp+fsdp")),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "name", "steps"),
-    [
-        ("sharded", "tp", 4),
-        ("dedicated", "plain", 4),
-        ("dedicated", "fsdp2", 4),
-        ("sharded", "hsdp+tp", 3),
-        ("sharded", "ep+fsdp, split experts", 3),
-        ("dedicated", "hsdp", 3),
-        ("dedicated", "tp+fsdp", 3),
-        ("dedicated", "hsdp 2x3", 2),
-    ],
+    ("layout", "name", "world"), [(*row, BY_NAME[row[1]].world) for row in AGREE]
 )
-def test_parallel_models(pools, layout, name, steps):
-    asked = {"layout": layout, "name": name, "steps": steps}
-    pools(BY_NAME[name].world).run(__name__, "agrees_on_each_rank", asked)
-
-
-def agrees_on_each_rank(rank, world, layout, name, steps):
-    layers = 1 if world == 6 else 2
-    agrees(name, layout, steps=steps, layers=layers, seed=rank if layout == "dedicated" else 0)
+@distributed()
+def test_parallel_models(rank, world, layout, name):
+    agrees(name, layout, steps=2, seed=rank if layout == "dedicated" else 0)
 
 
 @distributed(2)
@@ -314,46 +247,24 @@ def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world, 
     assert f"{row.yardstick:.1e}" in str(report) and f"{row.tolerance:.1e}" in str(report)
 
 
-@distributed(2)
-def test_weights_that_are_cast_for_use_are_cast_for_the_yardstick(rank, world):
-    for ns_dtype in (FP32, BF16):
-        report = dmuon.check_step_equivalence(
-            lambda: seeded(Casting),
-            loss_of,
-            batch,
-            layout="dedicated",
-            steps=2,
-            options=dmuon.DedicatedOptions(param_dtype=BF16),
-            ns_dtype=ns_dtype,
-            lr=0.02,
-        )
-        assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
+CAST = {"layout": "dedicated", "options": dmuon.DedicatedOptions(param_dtype=BF16)}
+MASTERS = {"master_weights": True, "ns_dtype": BF16}
+HALVED = [
+    *((Casting, CAST | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    *((Net, MASTERS | {"layout": layout}) for layout in ("replicated", "dedicated")),
+]
 
 
-@pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+@pytest.mark.parametrize("number", range(len(HALVED)))
 @distributed(2)
-def test_masters_are_those_of_a_reference_with_masters(rank, world, layout):
+def test_weights_that_are_cast_for_use_and_masters_are_those_of_the_reference(rank, world, number):
+    """What casts weights casts those of the yardstick."""
+    build, settings = HALVED[number]
+    dtype = FP32 if build is Casting else BF16
     report = dmuon.check_step_equivalence(
-        lambda: seeded(Net).to(BF16),
-        loss_of,
-        batch,
-        layout=layout,
-        steps=4,
-        master_weights=True,
-        ns_dtype=BF16,
-        lr=0.02,
+        lambda: seeded(build).to(dtype), loss_of, batch, steps=3, lr=0.02, **settings
     )
-    assert report.passed, str(report)
-
-
-SHARDED_FAULTS = {
-    "slightly wrong": ("tp+fsdp", scaled(1.07)),
-    "slightly wrong, narrow": ("fsdp4", scaled(1.07)),
-    "sign of experts": ("ep+fsdp, split experts", scaled(-1.0)),
-    "lost gather": ("fsdp4", lost_message("gather")),
-    "lost scatter": ("fsdp4", lost_message("scatter")),
-    "lost copy": ("hsdp", lost_message("replicate")),
-}
+    assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
 
 
 def _in_another_order(honest, rank, self, calls, norms):
@@ -387,73 +298,81 @@ def stale_slice(monkeypatch, rank):
     planted(Orthogonalizer, "run_together", run_together)(monkeypatch, rank)
 
 
-# What of the exchange, and how many co-owners each matrix has.
-SHARED_FAULTS = {
-    "lost sum": ("fsdp2", lost_message("gram"), 2),
-    "lost sum of four": ("fsdp4", lost_message("gram"), 4),
-    "lost rows": ("fsdp4", lost_message("rows"), 4),
-    "lost slice": ("fsdp2", lost_message("gather"), 2),
-    "lost update": ("hsdp", lost_message("scatter"), 2),
-    "stale slice": ("fsdp2", stale_slice, 2),
-    "sums in another order": ("fsdp2", sums_in_another_order, 2),
-}
-
-
-def shared_fault_is_caught(rank, world, fault):
-    name, plant, k = SHARED_FAULTS[fault]
-    shared = {"layers": 2, "steps": 2, "planner": dmuon.PlannerOptions(co_owners=k, max_batch=1)}
-    assert check(name, **shared).passed
-    assert_caught(plant, rank, check, name, **shared)
-
-
-@pytest.mark.parametrize("fault", SHARED_FAULTS)
-def test_planted_faults_of_co_owners_are_caught(pools, fault):
-    pools(BY_NAME[SHARED_FAULTS[fault][0]].world).run(
-        __name__, "shared_fault_is_caught", {"fault": fault}
-    )
-
-
-@pytest.mark.parametrize("fault", SHARDED_FAULTS)
-@distributed(4)
-def test_planted_faults_in_sharded_models_are_caught(rank, world, fault):
-    name, plant = SHARDED_FAULTS[fault]
-    # What is large shows in any precision.
-    for dtype in (FP32, BF16) if fault.startswith("slightly") else (FP32,):
-        assert_caught(plant, rank, check, name, layers=1, steps=1, ns_dtype=dtype)
-
-
 def larger(arrived, before):
     return 1.07 * arrived
 
 
-DEDICATED_FAULTS = {
-    "slightly wrong": ("plain", scaled(1.07)),
-    "lost gradient": ("plain", lost_gradient("gradients")),
-    "stale weights": ("plain", wrong_broadcast("forward", lambda arrived, before: before)),
-    "scaled weights in forward": ("fsdp2", wrong_broadcast("forward", larger)),
-    "scaled weights in backward": ("fsdp2", wrong_broadcast("backward", larger)),
-    "slightly wrong slices": ("tp+dp", scaled(1.07)),
-    "slightly wrong, narrow": ("fsdp4", scaled(1.07)),
-    "lost slices": ("tp+dp", lost_message("gather")),
-    "lost update": ("tp+dp", lost_message("scatter")),
-    "forward does not wait": ("hsdp", forward_does_not_wait),
-    "lost publish": ("hsdp", lost_broadcast("publish")),
-    "lost replica": ("hsdp", lost_gradient("gradients across replicas")),
-}
+DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]  # of weights, of Newton-Schulz
+SHARDED = {"layers": 1, "steps": 1}
+# Two steps, because weights that arrive late are right in the first one.
+DEDICATED = {"layout": "dedicated", "layers": 1, "steps": 2}
+TWO, FOUR = (
+    {"steps": 2, "planner": dmuon.PlannerOptions(co_owners=k, max_batch=1)} for k in (2, 4)
+)
+# Where a fault is planted, and settings. What is large shows in any precision.
+FAULTS = [
+    # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
+    *(("reduced", scaled(1.07), {"of": of, "lr": lr}) for of in DTYPES for lr in (1e-3, 0.02)),
+    ("reduced", scaled(0.0), {"of": DTYPES[1]}),
+    ("reduced", scaled(-1.0), {"of": DTYPES[2]}),
+    ("reduced", lost_gradient("gradients"), {"of": DTYPES[0]}),
+    ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": DTYPES[0], "lr": 0.02}),
+    ("reduced", lost_broadcast("updates"), {"of": DTYPES[1]}),
+    # After which nothing more is applied, and so nothing more is published.
+    ("reduced", wrong_broadcast("updates", lambda new, _: new * math.nan), {"of": DTYPES[2]}),
+    *(("tp+fsdp", scaled(1.07), SHARDED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    *(("fsdp4", scaled(1.07), SHARDED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    ("ep+fsdp, split experts", scaled(-1.0), SHARDED),
+    ("fsdp4", lost_message("gather"), SHARDED),
+    ("fsdp4", lost_message("scatter"), SHARDED),
+    ("hsdp", lost_message("replicate"), SHARDED),
+    # Of co-owners.
+    ("fsdp2", lost_message("gram"), TWO),
+    ("fsdp4", lost_message("gram"), FOUR),
+    ("fsdp4", lost_message("rows"), FOUR),
+    ("fsdp2", lost_message("gather"), TWO),
+    ("hsdp", lost_message("scatter"), TWO),
+    ("fsdp2", stale_slice, TWO),
+    ("fsdp2", sums_in_another_order, TWO),
+    *(("plain", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    *(("tp+dp", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    *(("fsdp4", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
+    ("plain", lost_gradient("gradients"), DEDICATED),
+    ("plain", wrong_broadcast("forward", lambda arrived, before: before), DEDICATED),  # stale
+    ("fsdp2", wrong_broadcast("forward", larger), DEDICATED),
+    ("fsdp2", wrong_broadcast("backward", larger), DEDICATED),
+    ("tp+dp", lost_message("gather"), DEDICATED),
+    ("tp+dp", lost_message("scatter"), DEDICATED),
+    ("hsdp", forward_does_not_wait, DEDICATED),
+    ("hsdp", lost_broadcast("publish"), DEDICATED),
+    ("hsdp", lost_gradient("gradients across replicas"), DEDICATED),
+]
+WORLDS = [2 if name == "reduced" else BY_NAME[name].world for name, *_ in FAULTS]
 
 
-def dedicated_fault_is_caught(rank, world, fault):
-    name, plant = DEDICATED_FAULTS[fault]
-    for dtype in (FP32, BF16) if fault.startswith("slightly") else (FP32,):
-        # Two steps, because weights that arrive late are right in the first one.
-        settings = {"layout": "dedicated", "layers": 1, "steps": 2, "ns_dtype": dtype}
-        assert_caught(plant, rank, check, name, **settings)
+def check_reduced(of, lr=1e-3):
+    weights, ns_dtype = of
+    return dmuon.check_step_equivalence(
+        lambda: seeded(Net).to(weights),
+        loss_of,
+        batch,
+        steps=2,
+        lr=lr,
+        adamw_eps=1e-3,
+        ns_dtype=ns_dtype,
+        options=dmuon.ReplicatedOptions(reduce_to_owner=True, reduce_dtype=FP32),
+    )
 
 
-@pytest.mark.parametrize("fault", DEDICATED_FAULTS)
-def test_planted_faults_in_dedicated_models_are_caught(pools, fault):
-    world = BY_NAME[DEDICATED_FAULTS[fault][0]].world
-    pools(world).run(__name__, "dedicated_fault_is_caught", {"fault": fault})
+@pytest.mark.parametrize(("number", "world"), list(enumerate(WORLDS)))
+@distributed()
+def test_planted_faults_are_caught(rank, world, number):
+    name, plant, settings = FAULTS[number]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch, rank)
+        report = check_reduced(**settings) if name == "reduced" else check(name, **settings)
+    assert not report.passed and not report, str(report)
+    assert "DIFFERS" in str(report)
 
 
 @distributed(4)
@@ -529,34 +448,32 @@ ON_TWO = [
 ]
 
 
-def test_the_command_passes_and_prints_a_table(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "dmuon", *COMMAND, "--layout", "all"]
-        + ["--json", str(tmp_path / "rows.json")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "replicated (DDP)" in done.stdout and done.stdout.count("equal") == len(ON_TWO)
-    assert "DIFFERS" not in done.stdout
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+def has_air(row):
+    """A factor of two; where an update is all but zero, rounding decides whether it decays."""
+    return row["difference"] <= row["tolerance"] / 2 or "cautious" in row["case"]
+
+
+def test_the_command_passes_and_prints_a_table(capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    assert main([*COMMAND, "--layout", "all", "--json", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "replicated (DDP)" in told and told.count("equal") == len(ON_TWO)
+    assert "DIFFERS" not in told and "yardstick" in told
+    rows = json.loads(path.read_text())["rows"]
     assert [(r["layout"], r["case"], r["mesh"]) for r in rows] == ON_TWO
     promised = {"dtype", "steps", "max_abs_diff", "yardstick", "tolerance", "passed"}
-    assert promised <= set(rows[0]) and "yardstick" in done.stdout
-    assert all(row["yardstick"] > 0 for row in rows)
+    assert promised <= set(rows[0])
+    assert all(row["yardstick"] > 0 and has_air(row) for row in rows), rows
 
 
-def test_rows_of_several_seeds_have_a_factor_of_two_of_air(capsys):
+def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
     """`python -m dmuon check --seeds 20` is the long form."""
-    assert main([*COMMAND, "--seeds", "2", "--json", "-"]) == 0
+    assert main([*COMMAND, "--layout", "sharded", "--seeds", "2", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1] * 17
-    # Other weights, other data; those of Newton-Schulz in half precision are no small multiples.
-    assert len({row["yardstick"] for row in rows[8:10]}) == 2
-    for row in rows:
-        # Where an update is all but zero, rounding decides whether an element decays.
-        assert row["difference"] <= row["tolerance"] / 2 or row["case"] == "cautious", row
+    assert [row["seed"] for row in rows] == [0, 1] * 7
+    # Those of Newton-Schulz in half precision are no small multiples.
+    assert len({row["yardstick"] for row in rows[:2]}) == 2
+    assert all(map(has_air, rows)), rows
 
 
 def test_the_command_fails_on_planted_faults(capsys):
@@ -575,16 +492,8 @@ def test_the_command_covers_the_meshes_that_fit(layout):
     found = {(job.layout, f"{job.case.name} {job.variant}".strip()) for job in jobs(2)}
     fitting = {(row.split()[0], case) for row, case, _ in ON_TWO}
     assert found == {(row, case) for row, case in fitting if layout in (row, "all")}
-    worlds = {job.case.world for job in jobs(None)}
-    assert (
-        worlds
-        == {
-            "replicated": {4},
-            "sharded": {2, 4, 8},
-            "dedicated": {2, 4},
-            "all": {2, 4, 8},
-        }[layout]
-    )
+    worlds = {"replicated": {4}, "sharded": {2, 4, 8}, "dedicated": {2, 4}, "all": {2, 4, 8}}
+    assert {job.case.world for job in jobs(None)} == worlds[layout]
 
 
 def test_the_command_tells_that_no_mesh_fits(capsys):

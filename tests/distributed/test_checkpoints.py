@@ -1,11 +1,16 @@
-"""Checkpoints of every layout in every layout: what is saved in one trains on in any other."""
+"""Checkpoints: what is saved in one layout trains on in any other; `test_variants` tries each pair.
+
+`python -m tests.distributed.test_checkpoints` prints how far they are apart.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
+import math
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,34 +20,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import is_distributed
+from dmuon.dtensors import is_distributed, local_tensor
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
-from tests.distributed.harness import Pools
-from tests.distributed.twins import REDUCING, Layout, Trained, assert_bitwise
+from dmuon.types import ConsensusError, OwnershipError
+from tests.distributed.compare import assert_bitwise
+from tests.distributed.harness import Pools, distributed
+from tests.distributed.layouts import Layout, on
+from tests.distributed.twins import Trained
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
-SAVED_AT, STEPS = 3, 5  # steps before and after
+SAVED_AT, STEPS = 3, 2  # steps before and after
 BATCHES = 12  # sequences of all ranks in a step: the same gradient on 1, 2, 3 and 4 data ranks
 
 
 # ---- layouts ---------------------------------------------------------------------------------
-
-
-def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -57,26 +54,26 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return _shard(model, mesh) if "dp" in mesh.mesh_dim_names else model
 
 
-REDUCED: dict[str, Any] = {"options": REDUCING}
-DEDICATED: dict[str, Any] = {"layout": "dedicated"}
-HSDP: dict[str, Any] = {"mesh": (2, 2), "axes": ("replicate", "shard")}
 CASES = {
-    "single": Layout((1,)),
-    "ddp": Layout((2,), wrap=_ddp),
-    "reduce_to_owner": Layout((2,), own=REDUCED),
-    "reduce_to_owner ddp": Layout((3,), wrap=_ddp, own=REDUCED),
-    "dedicated": Layout((2,), own=DEDICATED),
-    "dedicated fsdp": Layout((3,), own=DEDICATED, shard_rest=True),
-    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
-    "fsdp2": Layout((2,), wrap=_shard),
-    "fsdp3": Layout((3,), wrap=_shard),
-    "fsdp4": Layout((4,), wrap=_shard),
-    "hsdp": Layout(**HSDP, wrap=_shard),
+    "single": on("plain", 1),
+    "ddp": on("ddp", 2),
+    "reduce_to_owner": on("reduced", 2),
+    "reduce_to_owner ddp": on("reduced ddp", 3),
+    "dedicated": on("dedicated", 2),
+    "dedicated fsdp": on("dedicated fsdp", 3),
+    "dedicated hsdp": on("dedicated", 2, 2),
+    **{f"fsdp{n}": on("fsdp2", n) for n in (2, 3, 4)},
+    "hsdp": on("fsdp2", 2, 2),
     "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
     "ep": Layout((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),
 }
-WORLDS = sorted({case.world for case in CASES.values()})
+
+
+def cases(*names: str) -> Callable[[Any], Any]:
+    """A test of each of these layouts, whose body runs on every rank."""
+    each = pytest.mark.parametrize(("name", "world"), [(n, CASES[n].world) for n in names])
+    return lambda body: each(distributed()(body))
 
 
 class Training(Trained):
@@ -111,31 +108,43 @@ class Training(Trained):
         self.schedule.last_epoch = SAVED_AT
 
 
-# ---- every layout's in every layout ----------------------------------------------------------
+# ---- from one to another ---------------------------------------------------------------------
 
 
-def save(rank: int, world: int, name: str, folder: str) -> None:
-    """A checkpoint, and the weights of a run that goes on without it."""
-    training = Training(CASES[name])
+def save(
+    rank: int, world: int, name: str, folder: str, steps: int = STEPS, **settings: Any
+) -> None:
+    """A checkpoint, all that is in it, and the weights of a run that goes on without it."""
+    training = Training(CASES[name], **settings)
     training.train(range(SAVED_AT))
     training.save(f"{folder}/{name}")
-    training.train(range(SAVED_AT, SAVED_AT + STEPS))
+    saved = training.whole()
+    training.train(range(SAVED_AT, SAVED_AT + steps))
     found = training.weights()
     if rank == 0:
+        torch.save(saved, f"{folder}/{name}.state.pt")
         torch.save(found, f"{folder}/{name}.pt")
     training.close()
 
 
 def load(
-    rank: int, world: int, name: str, folder: str, others: Sequence[str] = tuple(CASES)
+    rank: int,
+    world: int,
+    name: str,
+    folder: str,
+    others: Sequence[str],
+    steps: int = STEPS,
+    **settings: Any,
 ) -> dict[str, float]:
-    """The largest difference after going on from each checkpoint; of its own bitwise."""
-    training = Training(CASES[name], seed=1)
+    """Each checkpoint is taken over to the bit; the largest differences after going on from it."""
+    training = Training(CASES[name], seed=1, **settings)
     training.train(range(1))  # it has learnt something else
     found = {}
     for other in others:
         training.load(f"{folder}/{other}")
-        training.train(range(SAVED_AT, SAVED_AT + STEPS))
+        saved = torch.load(f"{folder}/{other}.state.pt")
+        assert_bitwise(training.whole()["optim"]["state"], saved["optim"]["state"], other)
+        training.train(range(SAVED_AT, SAVED_AT + steps))
         expected, weights = torch.load(f"{folder}/{other}.pt"), training.weights()
         assert weights.keys() == expected.keys()
         found[other] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
@@ -143,43 +152,22 @@ def load(
     return found
 
 
-@pytest.fixture(scope="module")
-def checkpoints(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
-    for name, case in CASES.items():
-        pools(case.world).run(__name__, "save", {"name": name, "folder": folder})
-    return folder
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_layout_goes_on_from_the_checkpoints_of_others(
-    pools: Pools, checkpoints: str, name: str
-) -> None:
-    """Its own and two others', so that each is loaded by two others; `_table` does all."""
-    names, number = list(CASES), list(CASES).index(name)
-    others = [names[(number + n) % len(names)] for n in (0, 5, 8)]
-    arguments = {"name": name, "folder": checkpoints, "others": others}
-    for found in pools(CASES[name].world).run(__name__, "load", arguments):
-        assert list(found) == others
-        assert max(found.values()) <= 1e-6, found
-        assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
-
-
 # ---- DDP forms its buckets anew after the first backward -----------------------------------------
 
 
-def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
-    """The largest difference of a resumed run, by what is done about DDP's buckets."""
+@distributed(3)
+def test_going_on_under_ddp(rank, world, tmp_path):
+    """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
 
     def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return DistributedDataParallel(model, find_unused_parameters=way == "unused")
 
     found = {}
     for way in ("nothing", "backward", "unused"):
-        case = Layout((world,), wrap=ddp)
+        case, folder = Layout((world,), wrap=ddp), str(tmp_path / way)
         training = Training(case)
         training.train(range(SAVED_AT))
-        training.save(f"{folder}/{way}")
+        training.save(folder)
         training.train(range(SAVED_AT, SAVED_AT + STEPS))
         expected = training.weights()
         training.close()
@@ -187,19 +175,13 @@ def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
         if way == "backward":
             loss_of(training.model, batch(0, rank)).backward()
             training.opt.zero_grad()
-        training.load(f"{folder}/{way}")
+        training.load(folder)
         training.train(range(SAVED_AT, SAVED_AT + STEPS))
         weights = training.weights()
         found[way] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
         training.close()
-    return found
-
-
-def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None:
-    """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
-    for found in pools(3).run(__name__, "resume_ddp", {"folder": str(tmp_path)}):
-        assert found.pop("nothing") <= 1e-6
-        assert found == {"backward": 0.0, "unused": 0.0}
+    assert found.pop("nothing") <= 1e-6
+    assert found == {"backward": 0.0, "unused": 0.0}
 
 
 # ---- what is saved is what is there afterwards -----------------------------------------------
@@ -207,14 +189,15 @@ def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None
 MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
 
 
-def masters_travel(rank: int, world: int, folder: str) -> None:
+@distributed(2)
+def test_masters_travel_between_layouts(rank, world, tmp_path):
     """Half-precision weights and what is kept behind them, from every layout to every other."""
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
     expected = {}
     for name in MASTERS:
         training = Training(CASES[name], **settings)
         training.train(range(2))
-        training.save(f"{folder}/{name}")
+        training.save(str(tmp_path / name))
         expected[name] = training.whole()
         entry = expected[name]["optim"]["state"]["blocks.0.mix.weight"]
         assert entry["master_weight"].dtype == entry["momentum_buffer"].dtype == torch.float32
@@ -222,15 +205,10 @@ def masters_travel(rank: int, world: int, folder: str) -> None:
     for name in MASTERS:
         training = Training(CASES[name], seed=1, **settings)
         for other in MASTERS:
-            training.load(f"{folder}/{other}")
+            training.load(str(tmp_path / other))
             assert_bitwise(training.whole(), expected[other], f"{name} {other}")
             training.train(range(1))
         training.close()
-
-
-def test_masters_travel_between_layouts(pools: Pools, tmp_path_factory: Any) -> None:
-    folder = str(tmp_path_factory.mktemp("masters"))
-    pools(2).run(__name__, "masters_travel", {"folder": folder})
 
 
 # ---- torch's options -------------------------------------------------------------------------
@@ -248,7 +226,11 @@ OPTIONS = {
 }
 
 
-def through_options(rank: int, world: int, name: str) -> None:
+OWNERS = [name for name, laid in CASES.items() if laid.own]
+
+
+@cases("ddp", *OWNERS, "fsdp2", "tp+fsdp")
+def test_torchs_options_give_and_take_the_state(rank, world, name):
     """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit."""
     first = Training(CASES[name])
     first.train(range(SAVED_AT))
@@ -281,14 +263,6 @@ def through_options(rank: int, world: int, name: str) -> None:
     again.close()
 
 
-OWNERS = [name for name, laid in CASES.items() if laid.own]
-
-
-@pytest.mark.parametrize("name", ["ddp", *OWNERS, "fsdp2", "tp+fsdp"])
-def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
-    pools(CASES[name].world).run(__name__, "through_options", {"name": name})
-
-
 # ---- files, and saves beside training ----------------------------------------------------
 
 
@@ -300,15 +274,16 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def beside_training(rank: int, world: int, name: str, folder: str) -> None:
+@cases("ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep")
+def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name, tmp_path):
     """A save that begins while updates travel and ends when training has gone on."""
-    first = Training(CASES[name], publish="async")
+    first, folder = Training(CASES[name], publish="async"), str(tmp_path)
     first.train(range(SAVED_AT))
     group = dist.new_group()  # what the save exchanges must not cross with what training does
     future = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
     first.opt.synchronize()
     expected = first.whole()
-    first.train(range(SAVED_AT, STEPS))
+    first.train(range(SAVED_AT, SAVED_AT + STEPS))
     straight = first.weights()
     future.result()
     dist.destroy_process_group(group)
@@ -316,7 +291,7 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
     again = Training(CASES[name], seed=1, publish="async")
     again.load(folder)
     assert_bitwise(again.whole(), expected, name)
-    again.train(range(SAVED_AT, STEPS))
+    again.train(range(SAVED_AT, SAVED_AT + STEPS))
     assert_bitwise(again.weights(), straight, name)
 
     for what, value in {
@@ -330,17 +305,6 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
     assert_bitwise(again.whole()["optim"], first.whole()["optim"], name)
     first.close()
     again.close()
-
-
-KINDS = ["ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep"]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_saved_beside_training_and_loaded_without_code(
-    pools: Pools, tmp_path: Path, name: str
-) -> None:
-    arguments = {"name": name, "folder": str(tmp_path)}
-    pools(CASES[name].world).run(__name__, "beside_training", arguments)
 
 
 # ---- MuonBP ------------------------------------------------------------------------------
@@ -385,21 +349,108 @@ def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: 
         name, first = IN_BLOCKS[name], last
 
 
+# ---- damaged, or of another model ------------------------------------------------------------
+
+
+def _scrambled(data: bytes) -> bytes:
+    changed = bytearray(data)
+    for at in range(200, len(changed), 97):
+        changed[at] ^= 0x5A
+    return bytes(changed)
+
+
+# Which files, and what becomes of them; None: they are gone.
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "truncated": ("*.distcp", lambda data: data[: len(data) // 2]),
+    "scrambled": ("*.distcp", _scrambled),
+    "no data": ("*.distcp", None),
+    "no metadata": (".metadata", None),
+    "truncated metadata": (".metadata", lambda data: data[:100]),
+}
+MIX, NORM = "blocks.0.mix.weight", "blocks.0.norm.weight"
+# What is wrong with a state, and the error.
+WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "another shape": (lambda s, e: e[MIX].update(momentum_buffer=torch.zeros(15, 14)), MIX),
+    "another algorithm": (lambda s, e: e.update({MIX: e[NORM]}), MIX),
+    "fewer parameters": (lambda s, e: s["param_groups"][0]["params"].pop(), "in 1 groups"),
+    "more parameters": (lambda s, e: s["param_groups"][0]["params"].append("x"), "in 1 groups"),
+    "no tensor": (lambda s, e: e[MIX].update(momentum_buffer="momentum"), MIX),
+    "not finite": (
+        lambda s, e: e[MIX]["momentum_buffer"].view(-1)[-1:].fill_(math.nan),
+        f"not finite: momentum_buffer of {MIX}",
+    ),
+    "no momentum": (
+        lambda s, e: [e.pop(n) for n in [*e] if "momentum_buffer" in e[n]],
+        "of 3 steps and has no momentum of any matrix",
+    ),
+}
+
+
+@cases("ddp", "reduce_to_owner", "dedicated", "fsdp2")
+def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_path):
+    undamaged = tmp_path / "whole"
+    training = Training(CASES[name])
+    training.train(range(2))
+    training.save(str(undamaged))
+    training.train(range(2, 3))
+    before = training.whole()
+
+    def refuses(load: Callable[[], Any], told: str, what: str, kind: Any) -> None:
+        with pytest.raises(kind, match=told) as caught:
+            load()
+        assert str(caught.value), what
+        assert_bitwise(training.whole(), before, what)
+
+    for damage, (pattern, change) in DAMAGES.items():
+        place = tmp_path / damage
+        if rank == 0:
+            shutil.copytree(undamaged, place)
+            for file in sorted(place.glob(pattern)):
+                file.unlink() if change is None else file.write_bytes(change(file.read_bytes()))
+        dist.barrier()
+        state = copy.deepcopy(training.state())  # a read that breaks off has written to it
+        read = partial(dcp.load, state, checkpoint_id=place)
+        refuses(read, "", damage, BaseException)  # CheckpointException is one
+    load = training.opt.load_state_dict
+    for what, (change, told) in WRONG.items():
+        wrong = copy.deepcopy(before["optim"])
+        change(wrong, wrong["state"])
+        refuses(partial(load, wrong), told, what, (ValueError, RuntimeError))
+    alone, is_last = copy.deepcopy(before["optim"]), rank == world - 1
+    on_one = OwnershipError if is_last else ConsensusError
+    if is_last:
+        alone["state"][NORM]["step"] = "three"
+    refuses(partial(load, alone), "step='three'", "wrong on the last rank alone", on_one)
+    alone["state"][NORM]["step"] = torch.tensor(3.0)
+    alone["param_groups"][0]["muon_step"] = 3 + rank
+    refuses(partial(load, alone), "muon_step=", "another state on each rank", ConsensusError)
+    parts = copy.deepcopy(training.opt.state_dict())
+    last = next(e for e in parts["state"].values() if "momentum_buffer" in e)["momentum_buffer"]
+    if is_last:
+        local_tensor(last)[-1, -1] = math.inf
+    either = OwnershipError, ConsensusError  # of the owner, whoever that is
+    refuses(partial(load, parts), "not finite: momentum_buffer", "not finite there alone", either)
+    training.load(str(undamaged))
+    training.train(range(2, 4))
+    training.close()
+
+
 def _table() -> None:
-    """The largest differences, as Markdown; `python -m tests.distributed.test_checkpoints`."""
-    module, pools = "tests.distributed.test_checkpoints", Pools()
-    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in CASES))
-    print("|---|" + "---|" * len(CASES))
+    """The largest differences, as Markdown."""
+    module, pools, names = "tests.distributed.test_checkpoints", Pools(), list(CASES)
     with tempfile.TemporaryDirectory() as folder:
+        both = {"folder": folder, "steps": 5}
         for name, case in CASES.items():
-            pools(case.world).run(module, "save", {"name": name, "folder": folder})
+            pools(case.world).run(module, "save", {"name": name, **both})
         found = {}
         for name, case in CASES.items():
-            ranks = pools(case.world).run(module, "load", {"name": name, "folder": folder})
-            found[name] = {other: max(r[other] for r in ranks) for other in CASES}
+            ranks = pools(case.world).run(module, "load", {"name": name, "others": names, **both})
+            found[name] = {other: max(r[other] for r in ranks) for other in names}
     pools.close()
-    for saved in CASES:
-        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in CASES)
+    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in names))
+    print("|---|" + "---|" * len(names))
+    for saved in names:
+        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in names)
         print(f"| {saved} |", *(f"{cell} |" for cell in cells))
 
 

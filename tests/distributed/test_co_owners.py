@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,55 +11,39 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.config import PlannerOptions
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.tools.parallel_models import CASES, ParallelModel
+from dmuon.tools.parallel_models import CASES, ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.test_collective_order import Late, Recorders, assert_one_order
-from tests.distributed.twins import (
-    DDP,
-    FSDP2,
-    HSDP,
-    LAYOUTS,
-    MUON,
-    REDUCING,
-    Layout,
-    assert_bitwise,
-    assert_close,
-    both,
-    follow,
-    gathered,
-    laid_out,
-    planned,
-)
+from tests.distributed.layouts import LAYOUTS, Layout, on, shared
+from tests.distributed.test_collective_order import Recorders, assert_one_order
+from tests.distributed.twins import MUON, Trained, both, follow, laid_out, planned
 from tests.internals import ParamsRuntime
 
-STEPS = 5
+STEPS = 3
 LAID: dict[str, Layout] = {
     **{name: laid for name, laid in LAYOUTS.items() if laid.options == dmuon.ShardedOptions()},
-    "fsdp8": replace(LAYOUTS["fsdp4"], mesh=(8,)),
-    "hsdp 2x4": replace(LAYOUTS["hsdp"], mesh=(2, 4)),
-    "tp+fsdp8": replace(LAYOUTS["tp+fsdp"], mesh=(4, 2)),
-    **{f"ddp{n}": replace(LAYOUTS[DDP], mesh=(n,), build=ParallelModel) for n in (4, 8)},
+    "hsdp 2x4": on("hsdp", 2, 4),
+    "tp+fsdp8": on("tp+fsdp", 4, 2),
+    "ddp4": replace(on("ddp", 4), build=ParallelModel),
 }
 
 
-def shared(k: Any, **planner: Any) -> dict[str, Any]:
-    return {"planner": PlannerOptions(co_owners=k, **planner), "solver": "auto"}
+def plan_of(case: str, k: int, **planner: Any) -> OwnershipPlan:
+    own = dmuon.dedicate_params(laid_out(LAID[case])[0], **shared(k, **planner))
+    own.close()
+    return own.plan
 
 
 def planned_anew(case: str, k: int, change: Any, **planner: Any) -> OwnershipPlan:
     """The plan with so many co-owners, its batches changed."""
-    with both(layout=LAID[case], request=shared(k, **planner)) as pair:
-        plan = pair.own.plan
+    plan = plan_of(case, k, **planner)
     return replace(plan, batches=tuple(map(change, plan.batches)))
 
 
@@ -70,10 +53,7 @@ NAMES = [case.name for case in CASES]
 MESHES = [(name, min(8, LAID[name].world), n % 2 == 0) for n, name in enumerate(NAMES)]
 MESHES += [(name, 2, n % 4 == 1) for n, name in enumerate(NAMES) if n % 2 and LAID[name].world < 8]
 MESHES += [
-    ("fsdp8", 4, False),
-    ("hsdp 2x4", 2, True),
-    ("tp+fsdp8", 4, True),
-    *(("ddp4", 2, True), ("ddp4", 4, False), ("ddp8", 4, True)),
+    *(("hsdp 2x4", 2, True), ("tp+fsdp8", 4, False), ("ddp4", 2, True), ("ddp4", 4, False)),
 ]
 
 
@@ -91,8 +71,7 @@ def test_every_mesh_is_equal_to_the_reference(rank, world, case, k, is_split):
 @distributed(4)
 def test_matrices_of_one_shape_with_different_numbers_of_co_owners(rank, world, case):
     numbers = iter(range(1000))
-    with both(layout=LAID[case], request=shared(2, max_batch=1)) as pair:
-        limits = pair.own.plan.limits
+    limits = plan_of(case, 2, max_batch=1).limits
 
     def change(batch: Any) -> Any:
         n, of = next(numbers), -1
@@ -116,7 +95,7 @@ def test_distributed_data_parallel_over_a_part_of_the_ranks(rank, world):
     mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
     ddp = partial(DistributedDataParallel, process_group=group)
     case = {"mesh": mesh, "wrap": ddp, "seed": 100 + rank % 2, "request": shared(2)}
-    with both(ParallelModel, DDP, **case) as pair:
+    with both(ParallelModel, "ddp", **case) as pair:
         assert pair.own.plan.has_co_owners and pair.data_world == 2
         pair.train(range(4))
         pair.check()
@@ -126,46 +105,30 @@ def test_distributed_data_parallel_over_a_part_of_the_ranks(rank, world):
 # ---- what may be late or saved ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("period", [3, dmuon.LinearPeriod(2, 4, 6)], ids=["3", "linear"])
 @distributed(4)
-def test_block_steps_between_full_ones(rank, world, period):
-    """Co-owners change nothing but who computes."""
-    with both(layout="fsdp4", request=shared(4), only={"period": period}) as pair:
-        full = []
-        for step in range(7):
-            pair.train([step])
-            full.append(pair.opt.stats()["full_step"])
-        assert True in full and False in full
-        pair.check()
-
-
-@distributed(4)
-def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world):
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0)
+def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world, tmp_path):
     whole = {}
     for k, first, last in ((4, 0, 3), ("off", 3, 5), (2, 3, 5)):
-        with both(layout=HSDP, request=shared(k)) as pair:
-            if first:
-                model, state = get_state_dict(pair.model, pair.opt)
-                saved = {"model": model, "optimizer": state}
-                dcp.load(saved, checkpoint_id=folder[0])
-                state = {"model_state_dict": model, "optim_state_dict": saved["optimizer"]}
-                set_state_dict(pair.model, pair.opt, **state)
-            pair.train_alone(range(first, last))
-            pair.opt.synchronize()
-            assert pair.own.plan.has_co_owners == (k != "off")
-            if not first:
-                model, state = get_state_dict(pair.model, pair.opt)
-                dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder[0])
-            whole[k] = pair.whole()
+        torch.manual_seed(0)
+        trained = Trained(LAYOUTS["hsdp"], ParallelModel(), planning=shared(k), **MUON)
+        assert trained.opt.report() and trained.opt.ownership.plan.has_co_owners == (k != "off")
+        if first:
+            trained.load(str(tmp_path))
+        for step in range(first, last):
+            loss_of(trained.model, batch(step, rank)).backward()
+            trained.opt.step()
+            trained.opt.zero_grad()
+        if not first:
+            trained.save(str(tmp_path))
+        whole[k] = trained.weights()
+        trained.close()
     assert_close(whole[2], whole["off"])
 
 
 @contextmanager
 def recorded(case: str, k: int, max_batch: int = 16):
     """A model whose collectives, those of co-owners too, are noted in one log."""
-    recorders = Recorders(0, Late)
+    recorders = Recorders()
     with both(layout=case, request=shared(k, max_batch=max_batch), transport=recorders) as pair:
         recorders.log.clear()
         yield pair, recorders.log
@@ -175,7 +138,7 @@ def recorded(case: str, k: int, max_batch: int = 16):
 def test_every_group_has_its_first_all_to_all_in_planning(rank, world):
     """On an accelerator, and in one order; a step that had it could wait for another's."""
     for is_accelerator in (True, False):
-        recorders = Recorders(0, Late)
+        recorders = Recorders()
         with host_cannot_read() if is_accelerator else nullcontext():
             own, _ = planned(laid_out("fsdp4")[0], recorders, **shared(2))
             log = [one for one in recorders.log if one[2].op == "all_to_all"]
@@ -239,7 +202,7 @@ def test_the_sums_of_all_are_under_way_before_the_first_is_waited_for(rank, worl
 def test_a_refusal_reaches_co_owners_where_no_host_can_read(rank, world):
     """The others learn it on the way: the step changes nothing, and the next one raises."""
     case = {"request": shared(2), "only": {"publish": "sync"}}
-    with host_cannot_read(), both(layout=FSDP2, **case) as pair:
+    with host_cannot_read(), both(layout="fsdp2", **case) as pair:
         assert pair.own.plan.has_co_owners
         before = pair.whole()
         pair.backward(0)
@@ -256,29 +219,9 @@ def test_a_refusal_reaches_co_owners_where_no_host_can_read(rank, world):
         assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
-# ---- what is refused -------------------------------------------------------------------------
-
-
-@distributed(2)
-def test_layouts_and_kernels_that_cannot_share_say_why(rank, world):
-    torch.manual_seed(0)
-    for layout in ("dedicated", "replicated"):
-        options = REDUCING if layout != "dedicated" else None
-        with pytest.raises(ValueError, match="lie with one owner"):
-            dmuon.dedicate_params(ParallelModel(), layout=layout, options=options, **shared(2))
-    fixed = dmuon.KernelOptions(method="gram", backend="torch")
-    with pytest.raises(ValueError, match="the same bits on every mesh"):
-        dmuon.dedicate_params(laid_out(FSDP2)[0], **shared(2), kernels=fixed)
-    with pytest.raises(ValueError, match="only 2 ranks to share"):
-        dmuon.dedicate_params(laid_out(FSDP2)[0], **shared(4))
-    with pytest.raises(ValueError, match="more than matrix .* has columns"):
-        narrow = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 4))
-        dmuon.dedicate_params(narrow, select=lambda name, p: p.ndim == 2, **shared(2))
-
-
 @distributed(2)
 def test_slices_run_in_the_gram_form_and_stats_say_so(rank, world):
-    with both(layout=FSDP2, request=shared(2)) as pair:
+    with both(layout="fsdp2", request=shared(2)) as pair:
         pair.train_alone([0])
         ran = pair.opt.stats()["kernels"]["ran"]
         assert ran and all("gram" in kernel and "2 co-owners" in kernel for kernel in ran.values())

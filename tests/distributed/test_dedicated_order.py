@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import LAYOUTS
 from tests.distributed.models import Net
-from tests.distributed.twins import KEPT, LAYOUTS, PLAIN, both, gathered
+from tests.distributed.twins import both
 from tests.internals import Work
 from tests.transports import Clock, ClockTransport, Event, RecordingTransport
 
@@ -119,7 +121,9 @@ broadcast 1: forward layers.1, 960 bytes
 def test_the_events_of_one_step(rank, world):
     """Kept weights are not sent again for backward."""
     assert events_of_a_step() == GOLDEN
-    assert events_of_a_step(layout=KEPT) == [e for e in GOLDEN if "backward layers" not in e]
+    assert events_of_a_step(layout="dedicated kept") == [
+        e for e in GOLDEN if "backward layers" not in e
+    ]
 
 
 @distributed(4)
@@ -150,7 +154,7 @@ def in_two(model, mesh):
 @distributed(4)
 def test_slices_travel_once_to_the_owner_and_back(rank, world):
     """The bytes of a step, for 8 matrices of which 6 are cut in two."""
-    laid = replace(LAYOUTS[PLAIN], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
+    laid = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
     with both(Net, laid, transport=RecordingTransport) as pair:
         for step in range(2):
             pair.events.clear()
@@ -234,10 +238,10 @@ class PromptWork:
         return True
 
 
-class Prompt(ClockTransport):
+class Prompt(RecordingTransport):
     """Every collective is completed when somebody asks, so that memory does not depend on time."""
 
-    def _delayed(self, work):
+    def wrapped(self, work, tag):
         return PromptWork(work)
 
 
@@ -272,7 +276,7 @@ def test_memory_of_the_passes(rank, world):
     mesh = (2, 2) if world == 4 else (2,)
     base = None
     for prefetch in (0, 1, 2):
-        alive, stored = memory_of_a_step(mesh, PLAIN, prefetch)
+        alive, stored = memory_of_a_step(mesh, "dedicated", prefetch)
         # With replicas nothing is launched before the next forward pass.
         ahead = stored[: prefetch + 1].count(False) if world == 2 else 0
         base = alive["start"][0] - ahead if base is None else base
@@ -284,7 +288,7 @@ def test_memory_of_the_passes(rank, world):
         most = prefetch + 1 + 2 + to_send_on
         assert 0.9 < max(alive["backward"]) - base < most + ACTIVATIONS
     # In the first step, where what is never freed is not there from the start.
-    alive, stored = memory_of_a_step(mesh, KEPT, 0, after=0)
+    alive, stored = memory_of_a_step(mesh, "dedicated kept", 0, after=0)
     (base,) = alive["start"]
     assert abs(alive["forward"][-1] - base - stored.count(False)) < ACTIVATIONS, "all are kept"
     assert alive["backward"][-1] - base < 1 + to_send_on + ACTIVATIONS, "sent gradients are freed"

@@ -25,20 +25,9 @@ from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
-from tests.distributed.models import Ordered
-from tests.distributed.test_muonbp import follow_in_blocks
-from tests.distributed.twins import (
-    BARE,
-    FSDP,
-    FSDP2,
-    LAYOUTS,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Both,
-    Layout,
-    both,
-)
+from tests.distributed.layouts import LAYOUTS, Layout, on, shared
+from tests.distributed.models import Ordered, half
+from tests.distributed.twins import Both, both, follow
 from tests.internals import host_can_read
 
 pytestmark = pytest.mark.cpu_only("a CPU that pretends to be an accelerator")
@@ -116,97 +105,39 @@ def uses(model: nn.Module, what: What, rank: int, world: int) -> None:
     model.use_spare = not missing  # type: ignore[assignment]
 
 
-def run_owners(
-    layout: Layout | str, steps: list[What], *, compare: bool, **muon: Any
-) -> tuple[Values, Values]:
-    """Train; the weights and this rank's state after the last step."""
-    build = partial(Ordered, layers=4)
-    with both(build, layout, muon=muon, only={"publish": "sync"}) as pair:
-        partial_units = 0
-        for step, what in enumerate(steps):
-            pair.prepare = lambda model, _, rank, what=what: uses(
-                model, what, rank, pair.data_world
-            )
-            skips = what.absent_rank and pair.data_rank == 0
-            for part in range(what.parts):
-                last = part == what.parts - 1
-                with nullcontext() if last else dmuon.no_sync(pair.model):
-                    if not skips:
-                        poisoned = what.bad and pair.data_rank == 0
-                        weight = pair.bare.get_parameter(what.bad) if poisoned else None
-                        hook = None if weight is None else weight.register_hook(spoiled)
-                        pair.backward(10 * step + part, what.parts)
-                        if hook is not None:
-                            hook.remove()
-                if compare:
-                    without = 0 if what.absent_rank else None
-                    pair.joint_backward(10 * step + part, what.parts, without)
-            if what.clip:
-                with watched(what):
-                    found = dmuon.clip_grad_norm_(pair.model, 0.3)
-                if compare:
-                    expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
-                    assert abs(float(found) / float(expected) - 1) <= 1e-5
-            units = pair.own.runtime.units
-            partial_units += what.missing != "nowhere" and any(len(u.matrices) > 1 for u in units)
-            with watched(what):
-                pair.step()
-                if step % 2:
-                    pair.opt.synchronize()
-            pair.ref.step()
-            pair.twin.zero_grad()
-        assert partial_units, "no unit has several matrices, of which one would be missing"
-        pair.opt.synchronize()
+def backward_at_owners(pair: Both, step: int, what: What, compare: bool) -> None:
+    pair.prepare = lambda model, _, rank: uses(model, what, rank, pair.data_world)
+    for part in range(what.parts):
+        with nullcontext() if part == what.parts - 1 else dmuon.no_sync(pair.model):
+            if not (what.absent_rank and pair.data_rank == 0):
+                handle = None
+                if what.bad and pair.data_rank == 0:
+                    weight = pair.bare.get_parameter(what.bad)
+                    handle = weight.register_hook(lambda grad: grad * math.inf)
+                pair.backward(10 * step + part, what.parts)
+                if handle is not None:
+                    handle.remove()
         if compare:
-            pair.check()
-            stats = pair.opt.stats()
-            assert stats["ns_ms"] >= 0 and all(v >= 0 for v in stats["update_rms"].values())
-        return pair.whole(), state_of(pair.opt)
+            pair.joint_backward(10 * step + part, what.parts, 0 if what.absent_rank else None)
+    units = pair.own.runtime.units
+    assert any(len(u.matrices) > 1 for u in units), "of which one would be missing"
 
 
-def spoiled(grad: Tensor) -> Tensor:
-    return grad * math.inf
-
-
-HSDP_REST = replace(LAYOUTS[FSDP], mesh=(2, 2), axes=("replicate", "shard"))
+HSDP_REST = on("dedicated fsdp", 2, 2)
 OWNERS = {
-    REDUCED: (REDUCED, True),
-    REDUCED_DDP: (REDUCED_DDP, False),
-    "dedicated, one rank": (PLAIN, False),
-    PLAIN: (PLAIN, True),
-    FSDP: (FSDP, False),
+    "reduced": ("reduced", True),
+    "reduced ddp": ("reduced ddp", False),
+    "dedicated, one rank": ("dedicated", False),
+    "dedicated": ("dedicated", True),
+    "dedicated fsdp": ("dedicated fsdp", False),
     "dedicated hsdp": (HSDP_REST, False),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [(name, 1 if "one" in name else 4 if "hsdp" in name else 2) for name in OWNERS],
-)
-@distributed()
-def test_owners_need_no_host(rank, world, name):
-    layout, bitwise = OWNERS[name]
-    steps = list(STEPS)
-    if name in (FSDP, "dedicated hsdp"):
-        # FSDP2 wants every rank to run the same modules.
-        steps = [step for step in steps if step.missing != "on the last"]
-    alone = [What(absent_rank=True), What()] if bitwise else []
-    with host_cannot_read():
-        run_owners(layout, [*steps, *alone], compare=True)
-    if not bitwise:
-        return
-    steps += [What(bad="blocks.2.up.weight")]
-    expected = run_owners(layout, steps, compare=False, **WITHOUT_ADAMW)
-    with host_cannot_read():
-        found = run_owners(layout, steps, compare=False, **WITHOUT_ADAMW)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_same(mine, theirs)
-
-
 # ---- sharded -------------------------------------------------------------------------------
 
-SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=2)}}
-WHOLE = replace(LAYOUTS[BARE], build=ParallelModel)  # on every rank
+SHARED = {"request": shared(2)}
+WHOLE = replace(LAYOUTS["plain"], build=ParallelModel)  # on every rank
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
     What(parts=2),
@@ -246,41 +177,42 @@ def is_last(p: Tensor) -> bool:
     return bool(cut) and mesh.get_coordinate()[cut[0]] == mesh.size(cut[0]) - 1
 
 
-def run_sharded(
-    layout: Layout | str,
-    steps: list[What],
-    *,
-    compare: bool,
-    dtype: torch.dtype = torch.float32,
-    request: dict[str, Any] | None = None,
-    muon: dict[str, Any] | None = None,
-    **only: Any,
+def backward_of_shards(pair: Both, step: int, what: What, compare: bool) -> None:
+    averages = pair.averages
+    for part in range(what.parts):
+        pair.averages = averages and part == what.parts - 1
+        pair.backward(10 * step + part)
+        if compare:
+            pair.joint_backward(10 * step + part)
+    pair.averages = averages
+    if what.missing != "nowhere":
+        lose(pair, what, compare=compare)
+    if what.bad and dist.get_rank() == 0:
+        local_tensor(pair.model.get_parameter(what.bad).grad).view(-1)[0] = math.nan
+    if what.found_inf is not None:
+        for p in pair.model.parameters():
+            p.grad *= SCALE
+        pair.opt.grad_scale = torch.tensor(SCALE)
+        pair.opt.found_inf = torch.tensor(what.found_inf)
+
+
+def run(
+    layout: Layout | str, steps: list[What], *, compare: bool, build: Any = None, **case: Any
 ) -> tuple[Values, Values]:
-    change, averages = (lambda model: model.to(dtype)), layout is WHOLE
-    case = {"request": request, "muon": muon, "only": only, "averages": averages}
-    with both(layout=layout, change=change, **case) as pair:
+    """Train; the weights and this rank's state after the last step."""
+    backward = backward_of_shards if build is None else backward_at_owners
+    with both(build, layout, **case) as pair:
         opt, skipped = pair.opt, 0
         for step, what in enumerate(steps):
-            for part in range(what.parts):
-                pair.averages = averages and part == what.parts - 1
-                pair.backward(10 * step + part)
-                if compare:
-                    pair.joint_backward(10 * step + part)
-            if what.missing != "nowhere":
-                lose(pair, what, compare=compare)
+            backward(pair, step, what, compare)
             if what.clip == "torch":
                 nn.utils.clip_grad_norm_(pair.model.parameters(), 0.3)
             elif what.clip:
                 with watched(what):
-                    dmuon.clip_grad_norm_(pair.model, 0.3)
+                    found = dmuon.clip_grad_norm_(pair.model, 0.3)
             if what.clip and compare:
-                nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
-            if what.bad and dist.get_rank() == 0:
-                local_tensor(pair.model.get_parameter(what.bad).grad).view(-1)[0] = math.nan
-            if what.found_inf is not None:
-                for p in pair.model.parameters():
-                    p.grad *= SCALE
-                opt.grad_scale, opt.found_inf = torch.tensor(SCALE), torch.tensor(what.found_inf)
+                expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
+                assert what.clip == "torch" or abs(float(found) / float(expected) - 1) <= 1e-5
             if what.bad or what.found_inf:
                 skipped += 1
                 pair.twin.zero_grad()  # nothing changes anywhere
@@ -295,16 +227,46 @@ def run_sharded(
         opt.synchronize()
         if compare:
             pair.check()
-            assert opt.stats()["skipped"] == skipped and opt.stats()["finite"]
+            stats = opt.stats()
+            assert stats["skipped"] == skipped and stats["finite"] and stats["ns_ms"] >= 0
+            assert all(v >= 0 for v in stats["update_rms"].values())
         return pair.whole(), state_of(opt)
 
 
+def agree(found: tuple[Values, Values], expected: tuple[Values, Values], rounded: bool) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same(mine, theirs, rounded=rounded)
+
+
 @pytest.mark.parametrize(
-    ("layout", "world", "period", "settings"),
+    ("name", "world"),
+    [(name, 1 if "one" in name else 4 if "hsdp" in name else 2) for name in OWNERS],
+)
+@distributed()
+def test_owners_need_no_host(rank, world, name):
+    layout, bitwise = OWNERS[name]
+    case = {"build": partial(Ordered, layers=4), "only": {"publish": "sync"}}
+    steps = list(STEPS)
+    if name in ("dedicated fsdp", "dedicated hsdp"):
+        # FSDP2 wants every rank to run the same modules.
+        steps = [step for step in steps if step.missing != "on the last"]
+    alone = [What(absent_rank=True), What()] if bitwise else []
+    with host_cannot_read():
+        run(layout, [*steps, *alone], compare=True, **case)
+    if bitwise:
+        steps += [What(bad="blocks.2.up.weight")]
+        case["muon"] = WITHOUT_ADAMW
+        expected = run(layout, steps, compare=False, **case)
+        with host_cannot_read():
+            agree(run(layout, steps, compare=False, **case), expected, rounded=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "period", "case"),
     [
         ("fsdp2", 2, 1, {}),
         ("fsdp2", 2, 3, {}),
-        ("fsdp2", 2, 2, {"master_weights": True, "dtype": torch.bfloat16}),
+        ("fsdp2", 2, 2, {"only": {"master_weights": True}, "change": half}),
         # Operands lie in the narrower dtype, where no host reads.
         ("fsdp2", 2, 1, {"muon": {"ns_dtype": torch.bfloat16}}),
         ("tp", 2, 3, {}),
@@ -314,31 +276,32 @@ def run_sharded(
     ],
 )
 @distributed()
-def test_sharded_steps_need_no_host(rank, world, layout, period, settings):
+def test_sharded_steps_need_no_host(rank, world, layout, period, case):
     """The same with and without a host that reads."""
     # torch's clipping takes no mixture of meshes.
     steps = [s for s in SHARDED_STEPS if s.clip != "torch" or layout != "tp"]
-    muon = WITHOUT_ADAMW | settings.get("muon", {})
-    settings = settings | {"muon": muon, "period": period}
-    expected = run_sharded(layout, steps, compare=False, **settings)
+    rounded = period != 1 or "request" in case
+    case = case | {
+        "muon": WITHOUT_ADAMW | case.get("muon", {}),
+        "only": {"period": period, **case.get("only", {})},
+    }
+    expected = run(layout, steps, compare=False, **case)
     with host_cannot_read():
-        found = run_sharded(layout, steps, compare=False, **settings)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_same(mine, theirs, rounded=period != 1 or "request" in settings)
+        agree(run(layout, steps, compare=False, **case), expected, rounded)
 
 
-@pytest.mark.parametrize(
-    ("layout", "world", "settings"),
-    [("fsdp2", 1, {}), ("fsdp2", 2, {}), ("fsdp2", 2, SHARED), (BARE, 2, {}), (BARE, 2, SHARED)],
-)
+@pytest.mark.parametrize("case", [{}, SHARED], ids=["one owner", "co-owners"])
+@pytest.mark.parametrize(("layout", "world"), [("fsdp2", 1), ("fsdp2", 2), ("plain", 2)])
 @distributed()
-def test_sharded_steps_equal_the_reference(rank, world, layout, settings):
-    laid = WHOLE if layout == BARE else replace(LAYOUTS[layout], mesh=(world,))
+def test_sharded_steps_equal_the_reference(rank, world, layout, case):
+    if world == 1 and case:
+        return  # there is nobody to share with
+    laid = WHOLE if layout == "plain" else layout
     with host_cannot_read():
-        run_sharded(laid, SHARDED_STEPS, compare=True, **settings)
+        run(laid, SHARDED_STEPS, compare=True, averages=layout == "plain", **case)
 
 
 @distributed(2)
 def test_block_steps_need_no_host_and_equal_the_oracle(rank, world):
     with host_cannot_read():
-        follow_in_blocks(3, 0.7, 5, layout=FSDP2)
+        follow(layout="fsdp2", only={"period": 3, "block_lr_ratio": 0.7}, steps=5)

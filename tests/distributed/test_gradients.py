@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -18,33 +17,14 @@ from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools.parallel_models import CASES
 from dmuon.types import DmuonError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise, assert_equal_on_all_ranks, gathered
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import layouts, shared
 from tests.distributed.models import Net, Ordered, Used, batch
-from tests.distributed.twins import (
-    DDP,
-    FSDP,
-    FSDP2,
-    HSDP,
-    KEPT,
-    LAYOUTS,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    assert_equal_on_all_ranks,
-    both,
-    gathered,
-    is_same,
-    layouts,
-    sharded,
-)
+from tests.distributed.twins import both
 
-EACH = (PLAIN, FSDP, REDUCED, REDUCED_DDP, DDP, FSDP2)
+EACH = ("dedicated", "dedicated fsdp", "reduced", "reduced ddp", "ddp", "fsdp2")
 TOLERANCE = 1e-5
-
-
-def laid(name, build=Net):
-    """The layout, with a `Net` also on FSDP2."""
-    return sharded(build=build) if name == FSDP2 else replace(LAYOUTS[name], build=build)
 
 
 # ---- sums and means --------------------------------------------------------------------------
@@ -74,8 +54,8 @@ class SumsBlock(nn.Module):
 @distributed(2, 4)
 def test_owners_alone_have_momentum_of_the_exact_mean(rank, world):
     """Of two backwards, which add up, and exactly, because one half is a power of two."""
-    grids = [(layout, (world,)) for layout in (PLAIN, REDUCED, REDUCED_DDP)]
-    for layout, mesh in grids + [(PLAIN, (2, 2))] * (world == 4):
+    grids = [(layout, (world,)) for layout in ("dedicated", "reduced", "reduced ddp")]
+    for layout, mesh in grids + [("dedicated", (2, 2))] * (world == 4):
         with both(Sums, layout, mesh=mesh, muon={"momentum": 0.5}) as pair:
             mean = (world + 1) / 2 + 8
             for scale in (rank + 1.0, 8.0):
@@ -96,23 +76,21 @@ def test_owners_alone_have_momentum_of_the_exact_mean(rank, world):
             assert everyone == sorted(pair.matrices)
 
 
-EACH_ALONE, NO_SYNC, ONE_BATCH, THEIRS = (
-    "each alone", "dmuon's no_sync", "one batch", "the framework's"
-)  # fmt: skip
-
-
 def quiet(pair, how, layout):
     """What a micro-batch before the last one runs in."""
-    if how == NO_SYNC:
+    if how == "dmuon's no_sync":
         return dmuon.no_sync(pair.model)
-    if how == THEIRS and layout == FSDP2:
+    if how == "theirs" and layout == "fsdp2":
         pair.model.set_requires_gradient_sync(False)
-    return pair.model.no_sync() if how == THEIRS and layout == DDP else nullcontext()
+    return pair.model.no_sync() if how == "theirs" and layout == "ddp" else nullcontext()
 
 
 WAYS = [
-    *product((PLAIN, FSDP, REDUCED, REDUCED_DDP), (EACH_ALONE, NO_SYNC, ONE_BATCH)),
-    *product((DDP, FSDP2), (EACH_ALONE, NO_SYNC, THEIRS)),
+    *product(
+        ("dedicated", "dedicated fsdp", "reduced", "reduced ddp"),
+        ("each alone", "dmuon's no_sync", "one batch"),
+    ),
+    *product(("ddp", "fsdp2"), ("each alone", "dmuon's no_sync", "theirs")),
 ]
 
 
@@ -120,24 +98,24 @@ WAYS = [
 @distributed(2)
 def test_three_micro_batches_are_one_batch(rank, world, layout, how):
     # Where the optimizer plans by itself, no_sync comes before planning once.
-    with both(Used, laid(layout), alone=layout == DDP) as pair:
+    with both(Used, layout, alone=layout == "ddp") as pair:
         for step in (0, 3):
             parts = range(step, step + 3)
-            if how == ONE_BATCH:
+            if how == "one batch":
                 joined = tuple(map(torch.cat, zip(*(batch(part, rank) for part in parts))))
                 pair.loss_of(pair.model, joined).backward()
-            for part in parts if how != ONE_BATCH else ():
+            for part in parts if how != "one batch" else ():
                 waits = part != parts[-1]
-                if layout == FSDP2:
+                if layout == "fsdp2":
                     pair.model.set_requires_gradient_sync(True)
                 with quiet(pair, how, layout) if waits else nullcontext():
                     pair.backward(part, 3)
-                if layout in (PLAIN, FSDP, REDUCED, REDUCED_DDP):
+                if layout in ("dedicated", "dedicated fsdp", "reduced", "reduced ddp"):
                     local = [p for n, p in trainable_parameters(pair.model) if n in pair.matrices]
-                    waits = waits and how == NO_SYNC
+                    waits = waits and how == "dmuon's no_sync"
                     stays = any(p.grad is not None for p in local)
                     assert stays == waits, "gradients of matrices stay here until they sync"
-                elif layout == FSDP2 and waits and how in (NO_SYNC, THEIRS):
+                elif layout == "fsdp2" and waits and how in ("dmuon's no_sync", "theirs"):
                     assert all(p.grad is None for p in pair.model.parameters())
             for part in parts:
                 pair.joint_backward(part, 3)
@@ -147,7 +125,7 @@ def test_three_micro_batches_are_one_batch(rank, world, layout, how):
 
 @distributed(2)
 def test_no_sync_puts_back_what_was_set(rank, world):
-    with both(layout=FSDP2) as pair:
+    with both(layout="fsdp2") as pair:
         with dmuon.no_sync(pair.model), dmuon.no_sync(pair.model):
             pair.backward(0)
         pair.both_backward(0)
@@ -158,48 +136,37 @@ def test_no_sync_puts_back_what_was_set(rank, world):
 # ---- clipping --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "world"), [(case.name, case.world) for case in CASES])
-@distributed()
-def test_clip_grad_norm_counts_every_element_once(rank, world, case):
-    """Of gradients that are those of one process on all data."""
-    with both(layout=case) as pair:
-        twins = dict(pair.twin.named_parameters())
-        pair.both_backward(0)
-        limit = 1e9  # changes nothing
-        for order in (math.inf, 2.0):
-            found = dmuon.clip_grad_norm_(pair.model, limit, order)
-            expected = nn.utils.clip_grad_norm_(twins.values(), limit, order)
-            assert abs(float(found) / float(expected) - 1) <= TOLERANCE, (order, limit)
-            norms = gathered(float(found))
-            assert len(set(norms)) == 1, f"different on each rank: {norms}"
-            limit = float(expected) / 2
-        for name, p in pair.model.named_parameters():
-            assert torch.allclose(whole_tensor(p.grad), twins[name].grad, atol=1e-7), name
-            assert float(twins[name].grad.abs().max()) > 1e-5, f"nothing to compare in {name}"
+CLIPPED = [
+    *(("plain model", name, 2) for name in EACH),
+    *(("replicas", name, 4) for name in ("dedicated", "dedicated fsdp")),
+    *(("mesh", case.name, case.world) for case in CASES),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"), [*((name, 2) for name in EACH), (PLAIN, 4), (FSDP, 4), (HSDP, 4)]
-)
+@pytest.mark.parametrize(("kind", "layout", "world"), CLIPPED)
 @distributed()
-def test_clipping_is_that_of_the_joint_batch(rank, world, layout):
-    mesh = (2, 2) if world == 4 else None
+def test_clip_grad_norm_counts_every_element_once(rank, world, kind, layout):
+    """By any norm, as of one process on all data; and training goes on with what was clipped."""
+    mesh = (2, 2) if kind == "replicas" else None
     # Clipped gradients come near AdamW's usual eps.
     with both(layout=layout, mesh=mesh, muon={"adamw_eps": 1e-3}) as pair:
-        for step, norm_type in enumerate([1.0, 2.0, float("inf")]):
+        twins = dict(pair.twin.named_parameters())
+        for step, norm_type in enumerate([1.0, 2.0, math.inf]):
             pair.both_backward(step)
             found = dmuon.clip_grad_norm_(pair.model, 0.3, norm_type)
-            expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3, norm_type)
+            expected = nn.utils.clip_grad_norm_(twins.values(), 0.3, norm_type)
             assert abs(float(found) / float(expected) - 1) <= TOLERANCE
             assert set(gathered(found.item())) == {found.item()}
             again = dmuon.clip_grad_norm_(pair.model, 10.0, norm_type)
             assert abs(float(again) - min(float(expected), 0.3)) <= TOLERANCE
+            for name, p in pair.model.named_parameters() if kind == "mesh" else ():
+                assert torch.allclose(whole_tensor(p.grad), twins[name].grad, atol=1e-7), name
+                assert step or float(twins[name].grad.abs().max()) > 1e-6, f"nothing in {name}"
             pair.advance()
         pair.check()
 
 
-@layouts(DDP, FSDP2)
-@distributed(2)
+@layouts("ddp", "fsdp2")
 def test_torchs_clipping_and_dmuons_by_turns(rank, world, layout):
     """Each comes first once, before anything is planned."""
     ways = [
@@ -208,7 +175,7 @@ def test_torchs_clipping_and_dmuons_by_turns(rank, world, layout):
         lambda pair, bite: dmuon.clip_grad_norm_(pair.bare, bite),
     ]
     for first in (0, 1):
-        with both(Used, laid(layout), alone=True) as pair:
+        with both(Used, layout, alone=True) as pair:
             for step in range(4):
                 pair.both_backward(step)
                 norm = float(nn.utils.get_total_norm([p.grad for p in pair.twin.parameters()]))
@@ -221,28 +188,21 @@ def test_torchs_clipping_and_dmuons_by_turns(rank, world, layout):
             pair.check()
 
 
-@layouts(PLAIN, REDUCED, FSDP2)
-@distributed(2)
+@layouts("dedicated", "reduced", "fsdp2")
 def test_clipping_a_non_finite_norm(rank, world, layout):
     with both(layout=layout) as pair:
         loss = pair.loss(pair.model, 0, rank)
         (loss * (math.inf if rank == 1 else 1.0)).backward()
-        before = {n: local_tensor(p.grad).clone() for n, p in held(pair.model)}
+        held = [p.grad for p in pair.model.parameters() if p.grad is not None]
+        before = [local_tensor(grad).clone() for grad in held]
         with pytest.raises(RuntimeError, match="total norm"):
             dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True)
-        assert all(torch.equal(local_tensor(p.grad), before[n]) for n, p in finite(pair.model))
+        for now, old in zip(held, before, strict=True):
+            torch.testing.assert_close(local_tensor(now), old, rtol=0, atol=0, equal_nan=True)
         assert not torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0))
         pair.opt.zero_grad()
         pair.backward(1)
         assert torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True))
-
-
-def held(model):
-    return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-
-
-def finite(model):
-    return [(n, p) for n, p in held(model) if bool(local_tensor(p.grad).isfinite().all())]
 
 
 # ---- GradScaler ------------------------------------------------------------------------------
@@ -259,8 +219,8 @@ def spoil(model, name, value):
 @pytest.mark.parametrize(
     ("layout", "where", "unscale", "period"),
     [
-        *((DDP, where, un, 1) for where in ("loss", "matrix", "other") for un in (True, False)),
-        *((FSDP2, "matrix", *how) for how in ((True, 1), (False, 1), (True, 3))),
+        *(("ddp", where, un, 1) for where in ("loss", "matrix", "other") for un in (True, False)),
+        *(("fsdp2", "matrix", *how) for how in ((True, 1), (False, 1), (True, 3))),
     ],
 )
 @distributed(2)
@@ -270,7 +230,7 @@ def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
     device = torch.get_default_device().type
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
     scales = []
-    with both(Used, laid(layout, Used), only={"period": period}) as pair:
+    with both(Used, layout, only={"period": period}) as pair:
         theirs = next(n for n in pair.matrices if pair.own.owner_of(n) == 0)  # another rank's
         for step in range(len(SCALES)):
             bad = step == 2
@@ -292,9 +252,9 @@ def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
             pair.opt.zero_grad()
             stats = pair.opt.stats()
             if bad:
-                assert is_same(pair.snapshot(), before)
+                assert_bitwise(pair.snapshot(), before)
                 assert stats["finite"] is False and stats["skipped"] == 1
-                if layout == DDP and where != "loss":
+                if layout == "ddp" and where != "loss":
                     return  # torch lowers the scale of that rank alone
             else:
                 pair.ref.step()
@@ -329,8 +289,7 @@ def reaches_almost_nothing(model, step, rank):
     model.order = [] if rank == 1 else [0, 1, 2]
 
 
-@layouts(PLAIN, KEPT, REDUCED, REDUCED_DDP, DDP)
-@distributed(2)
+@layouts("dedicated", "dedicated kept", "reduced", "reduced ddp", "ddp")
 def test_missing_gradients(rank, world, layout):
     for prepare in (on_one_rank, on_no_rank, cut_off, reaches_almost_nothing):
         with both(Ordered, layout, prepare=prepare) as pair:
@@ -341,24 +300,23 @@ def test_missing_gradients(rank, world, layout):
             for name in ("blocks.1.up.weight", "blocks.2.up.weight"):
                 untouched = prepare is on_no_rank and name.startswith("blocks.2")
                 assert torch.equal(before[name], after[name]) == untouched, name
-            if layout in (REDUCED, REDUCED_DDP, DDP):
+            if layout in ("reduced", "reduced ddp", "ddp"):
                 assert_equal_on_all_ranks(pair.model)
 
 
 USERS = ((), (0,), (1,), (0, 1))
 
 
-@layouts(PLAIN, REDUCED, DDP, FSDP2)
-@distributed(2)
+@layouts("dedicated", "reduced", "ddp", "fsdp2")
 def test_a_parameter_that_nobody_uses_stays_as_it_is(rank, world, layout):
     """Without weight decay as well; where some ranks use it, it is trained on all."""
 
     def prepare(model, step, data_rank):
         model.use_spare = data_rank in USERS[step % 4]
 
-    with both(Net, laid(layout), prepare=prepare) as pair:
+    with both(Net, layout, prepare=prepare) as pair:
         for step in range(5):
-            if layout == FSDP2:
+            if layout == "fsdp2":
                 pair.model.set_reduce_scatter_unused_params(len(USERS[step % 4]) == 1)
             before = pair.whole()
             pair.train([step])
@@ -379,27 +337,11 @@ def drop(pair, names, victim):
             twins[name].grad[victim * per_rank : (victim + 1) * per_rank] = 0
 
 
-@distributed(2)
-def test_a_gradient_missing_on_one_rank_counts_as_zero(rank, world):
-    names = ("blocks.0.mix.weight", "blocks.1.mlp.up.weight", "tok.weight", "blocks.0.norm.bias")
-    with both(layout=FSDP2) as pair:
-        for step in range(4):
-            pair.both_backward(step)
-            if step:
-                drop(pair, names, victim=step % 2)
-            norm = dmuon.clip_grad_norm_(pair.model, 0.1)
-            expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1)
-            assert abs(float(norm) - float(expected)) <= 1e-5
-            pair.advance()
-        pair.check()
-
-
 @pytest.mark.parametrize("co_owners", ["off", 4])
 @distributed(4)
 def test_missing_gradients_of_empty_shards_and_of_co_owners(rank, world, co_owners):
     """`narrow.up.weight` has 3 rows on 4 ranks: the last one stores nothing."""
-    planner = {"planner": dmuon.PlannerOptions(co_owners=co_owners)}
-    with both(layout="fsdp4", request=planner) as pair:
+    with both(layout="fsdp4", request=shared(co_owners)) as pair:
         params, twins = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
         narrow = local_tensor(params["blocks.0.narrow.up.weight"])
         assert (narrow.numel() == 0) == (rank == 3)
@@ -430,7 +372,7 @@ class SparseAtWill(nn.Module):
 
 @distributed(2)
 def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
-    with both(SparseAtWill, REDUCED) as pair:
+    with both(SparseAtWill, "reduced") as pair:
         pair.model.sparse = rank == 1
         with pytest.raises(DmuonError, match=r"'table'.*dense"):
             pair.model(torch.arange(4)).sum().backward()
@@ -442,8 +384,7 @@ def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
         assert_equal_on_all_ranks(pair.model)
 
 
-@layouts(PLAIN, REDUCED)
-@distributed(2)
+@layouts("dedicated", "reduced")
 def test_a_sparse_gradient_where_no_host_can_read_is_an_error_at_the_next_step(rank, world, layout):
     """On both ranks, though only one of them misses a gradient and reads the flags."""
     with host_cannot_read(), both(SparseAtWill, layout) as pair:

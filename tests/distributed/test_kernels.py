@@ -14,21 +14,10 @@ import dmuon
 from dmuon.kernels import runner
 from dmuon.kernels.newton_schulz import prepared
 from dmuon.scheduler.costs import CostTable
+from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.twins import (
-    BARE,
-    LAYOUTS,
-    MUON,
-    PLAIN,
-    REDUCED,
-    REDUCING,
-    assert_bitwise,
-    both,
-    gathered,
-    laid_out,
-    layouts,
-    sharded,
-)
+from tests.distributed.layouts import REDUCING, layouts
+from tests.distributed.twins import MUON, both, laid_out
 from tests.products import Products
 
 pytestmark = pytest.mark.cpu_only("kernels of CPUs")
@@ -68,14 +57,10 @@ def gram_costs(kernel: str = GRAM) -> CostTable:
     return CostTable("by hand", entries, kernels=kernels)
 
 
-SHARDED = sharded(build=Widths)
-
-
 def planned_as(layout, *, build=Widths, **case):
     """`both` with these costs (or a plan)."""
     request = {"solver": "auto", **case.pop("request", {})}
-    laid = SHARDED if layout == "sharded" else LAYOUTS[layout]
-    return both(build, laid, loss_of=loss_of, request=request, **case)
+    return both(build, layout, loss_of=loss_of, request=request, **case)
 
 
 def ran(pair) -> set[tuple[str, str]]:
@@ -92,7 +77,7 @@ def groups(model):
 
 
 @pytest.mark.parametrize(
-    ("layout", "period"), [(REDUCED, 1), ("sharded", 1), ("sharded", 3), (PLAIN, 1)]
+    ("layout", "period"), [("reduced", 1), ("fsdp2", 1), ("fsdp2", 3), ("dedicated", 1)]
 )
 @distributed(2)
 def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, layout, period):
@@ -117,8 +102,7 @@ def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, la
             assert pair.opt.stats()["kernels"]["workspace_bytes"] == nbytes
 
 
-@layouts(REDUCED, "sharded", PLAIN)
-@distributed(2)
+@layouts("reduced", "fsdp2", "dedicated")
 def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
     for kernel in ("standard/torch/float32", "gram[1,3]/torch_strips/float32"):
         saved, results = None, []
@@ -135,16 +119,13 @@ def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
 
 
 @distributed(2)
-def test_what_cannot_run_here_or_differs_is_refused_on_every_rank(rank, world):
-    model = laid_out(BARE, Widths)[0]
+def test_what_cannot_run_here_is_refused_on_every_rank(rank, world):
+    model = laid_out("plain", Widths)[0]
     costs = gram_costs("gram[2]/triton-128x64-w4-s3/float32")
     own = dmuon.dedicate_params(model, options=REDUCING, costs=costs)
     with pytest.raises(ValueError, match=r"the plan runs gram\[2\]/triton.*on cpu"):
         dmuon.Muon(model, **MUON)
     own.close()
-    kernels = dmuon.KernelOptions(method=("standard", "gram")[rank])
-    with pytest.raises(ValueError, match=r"disagree.*KernelOptions\(method='(standard|gram)'"):
-        dmuon.dedicate_params(model, options=REDUCING, kernels=kernels)
 
 
 class Alike(nn.Module):
@@ -164,10 +145,10 @@ class Alike(nn.Module):
 @pytest.mark.parametrize(
     ("layout", "dtype", "period"),
     [
-        (REDUCED, torch.float32, 1),
-        ("sharded", torch.bfloat16, 1),
-        (PLAIN, torch.bfloat16, 1),
-        ("sharded", torch.bfloat16, math.inf),
+        ("reduced", torch.float32, 1),
+        ("fsdp2", torch.bfloat16, 1),
+        ("dedicated", torch.bfloat16, 1),
+        ("fsdp2", torch.bfloat16, math.inf),
     ],
 )
 @distributed(2)

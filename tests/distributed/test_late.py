@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -11,24 +10,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
-from tests.distributed.twins import (
-    BARE,
-    DDP,
-    FSDP2,
-    MUON,
-    assert_bitwise,
-    assert_close,
-    both,
-    sharded,
-)
+from tests.distributed.twins import MUON, both
 
 # A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
 LATE: dict[str, tuple[str, ...]] = {
@@ -47,9 +38,8 @@ class Late:
 
     def __init__(self, kind: str, how: str, names: tuple[str, ...], **only: Any) -> None:
         self.how, self.names, self.begun = how, names, False
-        layout = sharded(build=Used) if kind == FSDP2 else kind
-        late = {"wrap": wrap} if kind == DDP else {}
-        with both(Used, layout, alone=True, **late) as self.pair:
+        late = {"wrap": wrap} if kind == "ddp" else {}
+        with both(Used, kind, alone=True, **late) as self.pair:
             pass
         self.bare, self.twin = self.pair.bare, self.pair.twin
         self.late = [(n, p) for n, p in self.bare.named_parameters() if n in names]
@@ -86,7 +76,7 @@ class Late:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*product((BARE, DDP, FSDP2), ("unfrozen", "group")), (FSDP2, "dedicated before")],
+    [*product(("plain", "ddp", "fsdp2"), ("unfrozen", "group")), ("fsdp2", "dedicated before")],
 )
 @distributed(2)
 def test_they_are_trained_from_then_on(rank, world, kind, how):
@@ -110,51 +100,47 @@ def test_they_are_trained_from_then_on(rank, world, kind, how):
         late.opt.ownership.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "how", "on"),
+    [
+        *product(("ddp", "fsdp2"), ("unfrozen", "group"), ("host",)),
+        *product(("ddp", "fsdp2"), ("unfrozen",), ("accelerator",)),
+    ],
+)
 @distributed(2)
-def test_their_state_is_saved_and_loaded(rank, world):
-    late = Late(FSDP2, "group", LATE["matrices"])
-    late.train(range(1))
-    late.begin()
-    late.train(range(1, 3))
-    found = get_optimizer_state_dict(late.bare, late.opt)["state"]
-    assert all(len(found[name]) for name, _ in late.bare.named_parameters())
-    saved = copy.deepcopy((late.bare.state_dict(), late.opt.state_dict()))
-    late.train(range(3, 5))
-    expected = late.weights()
-    late.bare.load_state_dict(saved[0])
-    late.opt.load_state_dict(saved[1])
-    late.pair.train_alone(range(3, 5))
-    assert_bitwise(late.weights(), expected)
-    late.opt.ownership.close()
-
-
-@pytest.mark.parametrize("kind", [DDP, FSDP2])
-@pytest.mark.parametrize("how", ["unfrozen", "group"])
-@distributed(2)
-def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
-    """Nothing changes, and when the others have followed, training goes on."""
-    late = Late(kind, how, LATE["matrices"])
-    late.train(range(2))
-    late.pair.backward(2)
-    before = late.weights()
-    if rank == 1:
-        late.begin()
-    match = "not on every rank" if rank == 1 else "rank 1 refuses"
-    with pytest.raises(OwnershipError if rank == 1 else ConsensusError, match=match):
-        late.opt.step()
-    assert_bitwise(late.weights(), before)
-    if rank == 0:
-        late.begin()
-    late.opt.zero_grad()
-    late.begun = True
-    late.train(range(2, 4))
-    late.check()
-    late.opt.ownership.close()
+def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how, on):
+    """Nothing changes, and when the others have followed, training goes on. Where the host cannot
+    read they learn it at the next step."""
+    with host_cannot_read() if on != "host" else nullcontext():
+        late = Late(kind, how, LATE["matrices"])
+        late.train(range(2))
+        late.pair.backward(2)
+        before, told = late.weights(), pytest.raises(ConsensusError, match="rank 1 refuses")
+        if rank == 1:
+            late.begin()
+            with pytest.raises(OwnershipError, match="not on every"):
+                late.opt.step()
+        else:
+            with told if on == "host" else nullcontext():
+                late.opt.step()
+        assert_bitwise(late.weights(), before)
+        if rank == 0:
+            late.begin()
+        late.opt.zero_grad()
+        late.begun = True
+        if on == "host":
+            late.train(range(2, 4))
+            late.check()
+        else:
+            late.pair.backward(2)
+            with pytest.raises(ConsensusError, match="rank 1 refuses"):
+                late.opt.step()
+        late.opt.ownership.close()
 
 
 @distributed(2)
 def test_groups_that_differ_can_be_mended(rank, world):
-    late = Late(DDP, "group", LATE["matrices"])
+    late = Late("ddp", "group", LATE["matrices"])
     late.train(range(2))
     late.begin()
     group = late.opt.param_groups[-1]
@@ -171,7 +157,7 @@ def test_groups_that_differ_can_be_mended(rank, world):
 
 @distributed(2)
 def test_parameters_that_differ_are_named(rank, world):
-    late = Late(BARE, "group", LATE["matrices"])
+    late = Late("plain", "group", LATE["matrices"])
     late.train(range(1))
     late.late = late.late[rank : rank + 1]  # a weight, its bias
     late.begin()
@@ -184,7 +170,7 @@ def test_parameters_that_differ_are_named(rank, world):
 
 @distributed(2)
 def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
-    late = Late(BARE, "unfrozen", LATE["vectors"])
+    late = Late("plain", "unfrozen", LATE["vectors"])
     late.pair.backward(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -196,38 +182,20 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
     late.check()
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP2])
-@distributed(2)
-def test_where_the_host_cannot_read(rank, world, kind):
-    """All ranks plan again at once; where one is alone, the others learn it at the next step."""
+@layouts("ddp", "fsdp2")
+def test_where_the_host_cannot_read_all_plan_again_at_once(rank, world, layout):
     with host_cannot_read():
-        late = Late(kind, "unfrozen", LATE["matrices"])
+        late = Late(layout, "unfrozen", LATE["matrices"])
         late.train(range(2))
         late.begin()
         late.train(range(2, 4))
         late.check()
         late.opt.ownership.close()
-        late = Late(kind, "unfrozen", LATE["matrices"])
-        late.train(range(2))
-        before = late.weights()
-        late.pair.backward(2)
-        if rank == 1:
-            late.begin()
-        with pytest.raises(OwnershipError, match="not on every") if rank == 1 else nullcontext():
-            late.opt.step()
-        assert_bitwise(late.weights(), before)
-        if rank == 0:
-            late.begin()
-        late.opt.zero_grad()
-        late.pair.backward(2)
-        with pytest.raises(ConsensusError, match="rank 1 refuses"):
-            late.opt.step()
-        late.opt.ownership.close()
 
 
 @distributed(2)
 def test_block_steps_go_on_until_the_next_full_step(rank, world):
-    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=3)
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=3)
     late.train(range(4))
     late.begin()
     before = late.weights()
@@ -240,7 +208,7 @@ def test_block_steps_go_on_until_the_next_full_step(rank, world):
     assert not any(torch.equal(before[n], after[n]) for n in LATE["matrices"])
     assert late.opt.stats()["steps"] == 8
     late.opt.ownership.close()
-    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=float("inf"))
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=float("inf"))
     late.train(range(1))
     late.begin()
     with pytest.raises(OwnershipError, match="period=math.inf"):

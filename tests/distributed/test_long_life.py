@@ -7,9 +7,8 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,11 @@ from dmuon.dtensors import whole_tensor
 from dmuon.ownership import ownership_of
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
-from tests.distributed.harness import Pools
-from tests.distributed.test_checkpoints import CASES, Training
-from tests.distributed.twins import MUON, assert_bitwise, mesh_of
+from tests.distributed.compare import assert_bitwise, assert_close, our_hooks
+from tests.distributed.harness import distributed
+from tests.distributed.layouts import mesh_of
+from tests.distributed.test_checkpoints import CASES, Training, cases
+from tests.distributed.twins import MUON
 from tests.internals import (
     BlockState,
     Orthogonalizer,
@@ -35,10 +36,9 @@ from tests.internals import (
     ParamsEngine,
     ParamsRuntime,
 )
+from tests.soak import soak
 
 pytestmark = pytest.mark.cpu_only("counts gloo's threads and files")
-
-KINDS = ["ddp", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp"]
 
 
 def mesh_for(name: str) -> DeviceMesh:
@@ -58,27 +58,11 @@ def resources() -> dict[str, Any]:
     return found
 
 
-def our_hooks(training: Training) -> list[str]:
-    """Where dmuon has put something of its own."""
-    model: nn.Module = getattr(training.model, "module", training.model)
-    holders = [*model.named_modules(), *model.named_parameters(), ("optimizer", training.opt)]
-    found = []
-    for name, holder in holders:
-        attributes = vars(holder) if hasattr(holder, "__dict__") else {}
-        found += [f"{name}.unshard" for _ in range("unshard" in attributes)]
-        for attribute in {*attributes, "_backward_hooks", "_post_accumulate_grad_hooks"}:
-            hooks = getattr(holder, attribute, None) if "hooks" in attribute else None
-            for hook in dict(hooks or {}).values():
-                origin = getattr(hook, "__module__", "") or ""
-                if origin.startswith("dmuon") or type(hook).__module__.startswith("dmuon"):
-                    found.append(f"{name}.{attribute}")
-    return found
-
-
 # ---- nothing is left -------------------------------------------------------------------------
 
 
-def come_and_go(rank: int, world: int, name: str) -> None:
+@cases("ddp", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp")
+def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name):
     mesh, hooks, seen = mesh_for(name), [], []
     groups = resources()["groups"]
     for round in range(6):
@@ -87,35 +71,36 @@ def come_and_go(rank: int, world: int, name: str) -> None:
         training.train(range(2))
         opt = training.opt
         own = opt.ownership
-        hooks += our_hooks(training)
+        hooks += our_hooks(training.bare, training.opt)
         if closed:
             training.close()
-            assert our_hooks(training) == []
+            assert our_hooks(training.bare, training.opt) == []
             assert resources()["groups"] == groups
         tensors = [t for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)]
         weak = [weakref.ref(x) for x in (training.model, opt, own, own.runtime, *tensors)]
         del training, opt, own, tensors
-        gc.collect()  # the model, which keeps its ownership
-        gc.collect()
+        seen.append(collected())
         assert [reference() for reference in weak] == [None] * len(weak)
-        seen.append(resources())
     closed, dropped = seen[0], seen[2]
     assert seen[1] == seen[5] == closed, f"closed: {seen}"
     assert seen[3:5] == [dropped] * 2, f"dropped: {seen}"
     assert hooks, "those of a running optimizer are seen"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_nothing_is_left_of_models_that_are_closed_or_dropped(pools: Pools, name: str) -> None:
-    pools(CASES[name].world).run(__name__, "come_and_go", {"name": name})
-
-
 # ---- a notebook ------------------------------------------------------------------------------
 
 
-def rerun(rank: int, world: int, name: str, fails: bool) -> None:
+def collected() -> dict[str, Any]:
+    """Resources, once what held them is gone."""
+    gc.collect()  # the model, which keeps its ownership
+    gc.collect()
+    return resources()
+
+
+@cases("fsdp2", "reduce_to_owner ddp")
+def test_a_cell_that_runs_again_and_again(rank, world, name):
     """The cell that makes a model runs twenty times, or as often with an error of the user's."""
-    mesh, seen, error = mesh_for(name), [], None
+    mesh, seen, error, fails = mesh_for(name), [], None, "ddp" in name
 
     def oops(*_: Any) -> None:
         raise ZeroDivisionError("of the user's")
@@ -133,13 +118,10 @@ def rerun(rank: int, world: int, name: str, fails: bool) -> None:
             handle.remove()
             del handle, block, caught
         if round % 4 == 3:
-            gc.collect()
-            gc.collect()
-            seen.append(resources())
+            seen.append(collected())
     assert seen[1:] == seen[1:2] * 4, seen
     del training, error
-    gc.collect()
-    gc.collect()
+    collected()
     again = Training(CASES[name], mesh=mesh)
     straight = Training(CASES[name], mesh=mesh)
     for training in (again, straight):
@@ -149,15 +131,21 @@ def rerun(rank: int, world: int, name: str, fails: bool) -> None:
     straight.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "fails"),
-    [("fsdp2", False), ("reduce_to_owner ddp", True)],
-)
-def test_a_cell_that_runs_again_and_again(pools: Pools, name: str, fails: bool) -> None:
-    pools(CASES[name].world).run(__name__, "rerun", {"name": name, "fails": fails})
+def renew(training: Training, step: int, state: dict[str, Any]) -> None:
+    """Another optimizer of the same model goes on with this state after ``step`` steps."""
+    rates = [group["lr"] for group in training.opt.param_groups]
+    training.opt = dmuon.Muon(training.model, **MUON)
+    training.opt.load_state_dict(state)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        training.opt, lambda t: 1 / (1 + t), last_epoch=step - 1
+    )
+    training.schedule, schedule.last_epoch = schedule, step
+    for group, rate in zip(training.opt.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
-def second_cell(rank: int, world: int, name: str) -> None:
+@cases("fsdp2", "ddp", "reduce_to_owner", "dedicated")
+def test_a_second_optimizer_for_the_same_model(rank, world, name):
     """The cell that makes the optimizer runs again over the same model."""
     case, mesh = CASES[name], mesh_for(name)
     expected = Training(case, mesh=mesh)
@@ -165,15 +153,7 @@ def second_cell(rank: int, world: int, name: str) -> None:
     training = Training(case, mesh=mesh)
     training.train(range(2))
     if not case.own:  # the optimizer planned by itself, and ends the one before
-        state = copy.deepcopy(training.opt.state_dict())
-        training.opt = dmuon.Muon(training.model, **MUON)
-        training.opt.load_state_dict(state)
-        training.schedule = torch.optim.lr_scheduler.LambdaLR(
-            training.opt, lambda t: 1 / (1 + t), last_epoch=1
-        )
-        training.schedule.last_epoch = 2
-        for group in training.opt.param_groups:
-            group["lr"] = group["initial_lr"] / 3
+        renew(training, 2, copy.deepcopy(training.opt.state_dict()))
     else:
         with pytest.raises(OwnershipError, match=r"close\(\)"):
             dmuon.dedicate_params(training.model, mesh, **case.own)
@@ -185,30 +165,23 @@ def second_cell(rank: int, world: int, name: str) -> None:
     expected.close()
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "ddp", "reduce_to_owner", "dedicated"])
-def test_a_second_optimizer_for_the_same_model(pools: Pools, name: str) -> None:
-    pools(2).run(__name__, "second_cell", {"name": name})
-
-
 # ---- side by side, and in turn -----------------------------------------------------------------
 
 
-def side_by_side(rank: int, world: int) -> None:
+@distributed(2)
+def test_optimizers_side_by_side(rank, world):
     """Models in four layouts, their steps in turn: each as if it were alone."""
-    names = ["fsdp2", "ddp", "reduce_to_owner", "dedicated"]
-    made: dict[str, Callable[[], Training]] = {
-        name: lambda name=name, seed=seed: Training(  # type: ignore[misc]
-            CASES[name], seed=seed, publish="async"
-        )
-        for seed, name in enumerate(names)
-    }
-    alone = {}
-    for name, make in made.items():
-        training = make()
+    names, alone = ["fsdp2", "ddp", "reduce_to_owner", "dedicated"], {}
+
+    def make(name: str) -> Training:
+        return Training(CASES[name], seed=names.index(name), publish="async")
+
+    for name in names:
+        training = make(name)
         training.train(range(3))
         alone[name] = training.weights()
         training.close()
-    together = {name: make() for name, make in made.items()}
+    together = {name: make(name) for name in names}
     for step in range(3):
         for training in together.values():
             training.train(range(step, step + 1))
@@ -217,56 +190,42 @@ def side_by_side(rank: int, world: int) -> None:
         training.close()
 
 
-def test_optimizers_side_by_side(pools: Pools) -> None:
-    pools(2).run(__name__, "side_by_side", {})
+IN_TURN = {
+    "fsdp2": ["fsdp2"],
+    "reduce_to_owner ddp": ["reduce_to_owner ddp"],
+    "reduce_to_owner": ["dedicated", "reduce_to_owner", "dedicated"],
+    "dedicated hsdp": ["dedicated hsdp"],
+}
 
 
-def in_turn(rank: int, world: int, name: str, others: list[str]) -> None:
+@cases(*IN_TURN)
+def test_the_same_model_dedicated_twice_in_turn(rank, world, name):
     """Dedicated, closed and dedicated again, in one layout and then in others."""
     case, mesh = CASES[name], mesh_for(name)
     straight, training = Training(case, mesh=mesh), Training(case, mesh=mesh)
-    for number, other in enumerate([name, name, *others]):
+    for number, other in enumerate([name, name, *IN_TURN[name]]):
         straight.train(range(number, number + 1))
         training.train(range(number, number + 1))
         found, expected = training.weights(), straight.weights()
         if number < 3:
             assert_bitwise(found, expected, name)
-        for n, weight in expected.items():
-            assert float((found[n] - weight).abs().max()) <= 1e-6, (other, n)
+        assert_close(found, expected, 1e-6)
         state = copy.deepcopy(training.opt.state_dict())
-        groups = [dict(group) for group in training.opt.param_groups]
         training.close()
-        own = CASES[other].own
-        if own:
-            dmuon.dedicate_params(training.model, mesh, **own)
-        training.opt = dmuon.Muon(training.model, **MUON)
-        training.opt.load_state_dict(state)
-        training.schedule = torch.optim.lr_scheduler.LambdaLR(
-            training.opt, lambda t: 1 / (1 + t), last_epoch=number
-        )
-        for group, before in zip(training.opt.param_groups, groups):
-            group["lr"] = before["lr"]
+        if CASES[other].own:
+            dmuon.dedicate_params(training.model, mesh, **CASES[other].own)
+        renew(training, number + 1, state)
     straight.close()
     training.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("fsdp2", ["fsdp2"]),
-        ("reduce_to_owner ddp", ["reduce_to_owner ddp"]),
-        ("reduce_to_owner", ["dedicated", "reduce_to_owner", "dedicated"]),
-        ("dedicated hsdp", ["dedicated hsdp"]),
-    ],
-)
-def test_the_same_model_dedicated_twice_in_turn(pools: Pools, name: str, others: list[str]) -> None:
-    arguments = {"name": name, "others": others}
-    pools(CASES[name].world).run(__name__, "in_turn", arguments)
+@distributed(2)
+def test_hundreds_of_steps_in_all_layouts_in_turn(rank, world):
+    """The short form of `make soak`."""
+    soak(rank, world, seed=1, steps=400, seconds=12.0, say=False)
 
 
 # ---- what fails on one rank while a plan is carried out -----------------------------------------
-
-FAILING = ["ddp", "fsdp2", "reduce_to_owner", "dedicated"]
 
 
 def places_of(runtime: type) -> dict[str, tuple[Any, str]]:
@@ -299,7 +258,8 @@ def planted(owner: Any, name: str, error: Exception | None) -> Iterator[None]:
         setattr(owner, name, function)
 
 
-def fail_alone(rank: int, world: int, name: str) -> None:
+@cases("ddp", "fsdp2", "reduce_to_owner", "dedicated")
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(rank, world, name):
     case, mesh = CASES[name], mesh_for(name)
 
     def fresh() -> nn.Module:
@@ -338,15 +298,10 @@ def fail_alone(rank: int, world: int, name: str) -> None:
         assert opt is None or not opt.state
         if (place, name) == ("runtime", "dedicated"):
             continue  # the weights that this rank kept are gone
-        assert our_hooks(SimpleNamespace(model=model, opt=opt)) == []
+        assert our_hooks(model, opt) == []
         for p in model.parameters():
             p.grad = None
         opt = step(model, opt)
         found = [whole_tensor(p) for p in model.parameters()]
         assert all(map(torch.equal, found, expected)), place
         opt.ownership.close()
-
-
-@pytest.mark.parametrize("name", FAILING)
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(pools: Pools, name: str) -> None:
-    pools(CASES[name].world).run(__name__, "fail_alone", {"name": name})

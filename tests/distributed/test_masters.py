@@ -9,28 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
+from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import distributed
-from tests.distributed.twins import (
-    AT_OWNERS,
-    DDP,
-    FSDP,
-    FSDP2,
-    HSDP,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Both,
-    assert_bitwise,
-    both,
-    sharded,
-)
+from tests.distributed.layouts import AT_OWNERS, sharded
+from tests.distributed.models import half
+from tests.distributed.twins import Both, both
 
 BF16 = torch.bfloat16
 
@@ -103,15 +93,11 @@ def edits_count(pair: Both, access: Callable[[], Any]) -> None:
     assert all(m.count_nonzero() < m.numel() for m in masters)
 
 
-def half(model: nn.Module) -> None:
-    model.to(BF16)
-
-
 OFFLOADED = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    **{name: (2, name, {}) for name in (PLAIN, REDUCED, FSDP2, "tp")},
-    **{name: (2, name, {"publish": "sync"}) for name in (FSDP, REDUCED_DDP, DDP)},
-    **{name: (4, name, {"publish": "sync"}) for name in (HSDP, "tp+fsdp")},
+    **{name: (2, name, {}) for name in ("dedicated", "reduced", "fsdp2", "tp")},
+    **{name: (2, name, {"publish": "sync"}) for name in ("dedicated fsdp", "reduced ddp", "ddp")},
+    **{name: (4, name, {"publish": "sync"}) for name in ("hsdp", "tp+fsdp")},
     "offloaded": (2, OFFLOADED, {"period": 2}),
 }
 
@@ -123,10 +109,10 @@ def test_what_is_written_to_weights_counts(rank, world, name):
     only = {"master_weights": True, "verify_every": 1} | only
     build = partial(ParallelModel, layers=1) if world == 4 else None
     with both(build, layout, change=half, only=only) as pair:
-        whole = name in (*AT_OWNERS, DDP)
+        whole = name in (*AT_OWNERS, "ddp")
         materialized = lambda: pair.own.materialized(pair.model)  # noqa: E731
         edits_count(pair, materialized if whole else nullcontext)
-        if name == FSDP2:
+        if name == "fsdp2":
             full = {n: torch.full(v.shape, 0.25, dtype=BF16) for n, v in pair.whole().items()}
             set_model_state_dict(pair.model, full, options=StateDictOptions(full_state_dict=True))
             pair.train_alone([50])

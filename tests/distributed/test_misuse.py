@@ -7,6 +7,8 @@ import re
 import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,39 +17,30 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import dmuon
 import dmuon.api
 from dmuon.dtensors import flaw_of_device
-from dmuon.types import ConsensusError, OwnershipError
+from dmuon.tools.parallel_models import ParallelModel
+from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
+from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.models import Net, batch, loss_of, seeded, wrap
-from tests.distributed.twins import (
-    DDP,
-    PLAIN,
-    REDUCED,
-    REDUCING,
-    assert_bitwise,
-    both,
-    is_same,
-    mesh_of,
-    sharded,
-)
+from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded, shared
+from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
+from tests.distributed.twins import both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
+from tests.transports import RecordingTransport
 
 # Plain models whose gradients dmuon averages.
 ASKING = {"options": REDUCING}
 
 
-def _asked(layout: str) -> dict:
-    return ASKING if layout == "replicated" else {"layout": layout}
-
-
 @contextmanager
-def planned(model: nn.Module | None = None, **planning):
+def planned(**planning):
     """A dedicated model and its ownership, closed at the end."""
-    model = seeded(Net) if model is None else model
+    model = seeded(Net)
     own = dmuon.dedicate_params(model, **(ASKING | planning))
     yield model, own
     own.close()
@@ -58,64 +51,133 @@ def one_step(model: nn.Module, opt: dmuon.Muon, rank: int, step: int = 0) -> Non
     opt.step()
 
 
-ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
+# ---- what cannot be planned ------------------------------------------------------------------
 
 
-MISTAKES = {
-    "one-dimensional": (
-        lambda m: dmuon.dedicate_params(m, select=lambda n, p: True),
-        "tok|bias|norm",
+def used():
+    return seeded(Used)
+
+
+def of_shards():
+    return laid_out("fsdp2")[0]
+
+
+def in_ddp():
+    return wrap(used(), find_unused_parameters=False)
+
+
+def sparse():
+    return nn.Sequential(nn.Linear(4, 5), nn.Embedding(7, 4, sparse=True))
+
+
+def narrow():
+    return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 4))
+
+
+def halved():
+    model = used()
+    return model.mid.to(torch.bfloat16) and model
+
+
+def of_another_size():
+    return seeded(Net, hidden=48)
+
+
+def replaced(local, placement, **shape):
+    """A parameter is made of this local tensor."""
+    model = of_shards()
+    mix = model.blocks[0].mix
+    known = {name: getattr(mix.weight, name) for name in shape}
+    known["stride"] = known["stride"]() if "stride" in known else None
+    made = DTensor.from_local(local, mix.weight.device_mesh, [placement], run_check=False, **known)
+    mix.weight = nn.Parameter(made)
+    return model
+
+
+def mesh_of_cuda():
+    """There is no such device here."""
+    mesh = DeviceMesh(torch.get_default_device().type, [0, 1])
+    object.__setattr__(mesh, "_device_type", "cuda")
+    return mesh
+
+
+ALL, ONE, EITHER = [(0, 1)], [(1,)], [(0, 1), (1,)]  # who makes a mistake
+EVERY = {"select": lambda name, p: True}
+HALF = {"layout": "dedicated"}
+MATRICES = {"select": lambda name, p: p.ndim == 2}
+GRAM = {"kernels": dmuon.KernelOptions(method="gram", backend="torch")}
+# A model, what is asked for (of a rank), the error, and who.
+PLANNING = [
+    (used, EVERY, "tok|bias|norm", EITHER),
+    (used, {"select": lambda name, p: 1 / 0}, "zero", EITHER),
+    (used, {"splits": {"*.up.weight": [1, 2]}}, r"splits.*56 rows", EITHER),
+    (used, {"model": None}, "nn.Module", EITHER),
+    (used, {"layout": "sharded"}, r"sharded.*(plain|DTensor)", EITHER),
+    # Solver and costs are used on the first rank, and compared.
+    (used, {"solver": "magic"}, "solver", ALL),
+    (used, {"costs": "magic"}, "costs", ALL),
+    (sparse, {}, "sparse=False", ALL),
+    (halved, {}, r"mid.*bfloat16", ONE),
+    (of_another_size, {}, r"rank 1 has .*up\.weight.*48", ONE),
+    (used, lambda rank: {"mesh": mesh_of_cuda()}, r"of 'cuda'.*init_device_mesh\('cpu'", ALL),
+    (lambda: nn.Sequential(wrap(used(), True)), ASKING, "DistributedDataParallel itself", ALL),
+    (in_ddp, {"layout": "sharded"}, r"does not take DistributedDataParallel.*HSDP", ALL),
+    (in_ddp, HALF, "constructor refuses the placeholders", ALL),
+    (lambda: fully_shard(used()), HALF, "after fully_shard", ALL),
+    (used, HALF | {"options": dmuon.ShardedOptions()}, "must be DedicatedOptions", ALL),
+    # Of shards.
+    (
+        partial(replaced, torch.zeros(50, 50), Partial()),
+        {},
+        r"mix\.weight.*[Rr]edistribute",
+        EITHER,
     ),
-    "later layout": (lambda m: dmuon.dedicate_params(m, layout="sharded"), "sharded"),
-    "unknown solver": (lambda m: dmuon.dedicate_params(m, solver="magic"), "solver"),
-    "unknown costs": (lambda m: dmuon.dedicate_params(m, costs="magic"), "costs"),
-    "bad splits": (
-        lambda m: dmuon.dedicate_params(m, splits={"*.up.weight": [1, 2]}),
-        r"splits.*56 rows",
+    # A local tensor that is not what the placements say.
+    (
+        partial(replaced, torch.zeros(3, 50), Replicate(), shape=0, stride=0),
+        {},
+        r"mix\.weight.*stores \[3, 50\]",
+        EITHER,
     ),
-    "select that raises": (lambda m: dmuon.dedicate_params(m, select=lambda n, p: 1 / 0), "zero"),
-    "no module": (lambda m: dmuon.dedicate_params(None), "nn.Module"),
-}
+    (of_shards, {"layout": "replicated"}, r"'tok\.weight' is a DTensor", EITHER),
+    (of_shards, {"options": REDUCING}, "must be ShardedOptions, found Replicated", EITHER),
+    (of_shards, {"splits": {"*.mix.weight": [1]}}, "50 rows", EITHER),
+    (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
+    (of_shards, {"options": dmuon.ShardedOptions(buffers=3)}, "disagree.*buffers", ONE),
+    # Matrices that several ranks share.
+    (used, shared(2) | HALF, "lie with one owner", ALL),
+    (used, shared(2) | ASKING, "lie with one owner", ALL),
+    (of_shards, shared(2) | GRAM, "the same bits on every mesh", ALL),
+    (of_shards, shared(4), "only 2 ranks to share", ALL),
+    (narrow, shared(2) | MATRICES, "more than matrix .* has columns", ALL),
+    # Arguments that differ.
+    (used, {"options": dmuon.ReplicatedOptions(bucket_bytes=1001)}, "disagree", ONE),
+    (used, {"options": dmuon.ReplicatedOptions(reduce_dtype=torch.float64)}, "disagree", ONE),
+    (used, {"planner": dmuon.PlannerOptions(max_batch=2)}, "disagree", ONE),
+    (used, {"costs": "analytic:h200"}, "disagree", ONE),
+    (used, {"solver": "round_robin"}, "disagree", ONE),
+    (used, {"heads": {"*.up.weight": 2}}, "disagree", ONE),
+    (
+        used,
+        lambda rank: ASKING | {"kernels": dmuon.KernelOptions(method=("standard", "gram")[rank])},
+        r"disagree.*KernelOptions\(method='(standard|gram)'",
+        ALL,
+    ),
+]
 
 
-@ONLY
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("number", range(len(PLANNING)))
 @distributed(2)
-def test_planning_mistakes(rank, world, mistake, only_one):
-    make, message = MISTAKES[mistake]
-    if only_one and mistake in ("unknown solver", "unknown costs"):
-        # Solver and costs are used on the first rank, and compared.
-        only_one = False
-    model = seeded(Net)
-    guilty = not only_one or rank == 1
-    with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
-        if guilty:
-            make(model)
-        else:
-            dmuon.dedicate_params(model)
-    with planned(model):  # nothing is left behind
-        one_step(model, dmuon.Muon(model), rank)
-
-
-@distributed(2)
-def test_models_that_cannot_be_planned(rank, world):
-    with pytest.raises(ValueError, match="sparse=False"):
-        dmuon.dedicate_params(nn.Sequential(nn.Linear(4, 5), nn.Embedding(7, 4, sparse=True)))
-    halved = seeded(Net)
-    if rank == 1:
-        halved.mid.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"mid.*bfloat16"):
-        dmuon.dedicate_params(halved)
-
-
-@distributed(2)
-def test_mesh_of_the_wrong_device(rank, world):
-    mesh = DeviceMesh(torch.get_default_device().type, list(range(world)))
-    object.__setattr__(mesh, "_device_type", "cuda")  # there is no such device here
-    if mesh.device_type != "cuda":
-        raise AssertionError("cannot pretend")
-    with pytest.raises(ValueError, match=r"mesh is of 'cuda'.*init_device_mesh\('cpu'"):
-        dmuon.dedicate_params(seeded(Net), mesh)
+def test_planning_mistakes(rank, world, number):
+    build, asked, message, who = PLANNING[number]
+    for guilty in who:
+        asked_here = asked(rank) if callable(asked) else asked
+        model, own = (build(), asked_here) if rank in guilty else (used(), {})
+        if rank not in guilty and (build is of_shards or isinstance(build, partial)):
+            model = of_shards()
+        with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
+            dmuon.dedicate_params(**{"model": model, **own})
+    follow(Net, "reduced", steps=1)  # nothing is left behind
 
 
 @distributed(2)
@@ -186,47 +248,31 @@ def test_own_groups_wait_as_the_default_group_does(rank, world, timeout_s):
     own.close()
 
 
-OPTIMIZER_MISTAKES = {
-    "duplicate": (lambda m: dmuon.Muon([*m.parameters(), m.mid.weight]), "mid.weight.*twice"),
-    "missing": (lambda m: dmuon.Muon(list(m.parameters())[1:]), r"not passed.*tok\.weight"),
-    "malformed": (lambda m: dmuon.Muon([{"params": m.parameters()}, {"lr": 1.0}]), "params"),
-    "lr": (lambda m: dmuon.Muon(m, lr=-1.0), "lr"),
-    "coefficients": (lambda m: dmuon.Muon(m, ns_coefficients="magic"), "magic"),
-    "period": (lambda m: dmuon.Muon(m, period=5), "period"),
-    "dtype": (lambda m: dmuon.Muon(m, ns_dtype="float8"), "float8"),
-    "lr of a group": (
+# ---- optimizers ------------------------------------------------------------------------------
+
+OPTIMIZERS = [
+    (lambda m: dmuon.Muon([*m.parameters(), m.mid.weight]), "mid.weight.*twice"),
+    (lambda m: dmuon.Muon(list(m.parameters())[1:]), r"not passed.*tok\.weight"),
+    (lambda m: dmuon.Muon(m, lr=-1.0), "lr"),
+    (
         lambda m: dmuon.Muon([{"params": m.parameters(), "lr": "1e-3"}]),
         r"lr must be .*'1e-3' in opt\.param_groups\[0\]",
     ),
-}
+]
 
 
-@ONLY
-@pytest.mark.parametrize("mistake", OPTIMIZER_MISTAKES)
 @distributed(2)
-def test_optimizer_mistakes(rank, world, mistake, only_one):
-    make, message = OPTIMIZER_MISTAKES[mistake]
+def test_optimizer_mistakes(rank, world):
+    """Of all ranks and of one; and settings that are right, but differ."""
     with planned() as (model, _):
-        with pytest.raises((ValueError, TypeError), match=message):
-            (make if not only_one or rank == 0 else dmuon.Muon)(model)
+        for make, message in OPTIMIZERS:
+            for guilty in (True, rank == 0):
+                with pytest.raises((ValueError, TypeError), match=message):
+                    (make if guilty else dmuon.Muon)(model)
+        for settings in ({"master_weights": rank == 0}, {"lr": 0.1 + rank}, {"ns_steps": 3 + rank}):
+            with pytest.raises(ValueError, match="disagree"):
+                dmuon.Muon(model, **settings)
         one_step(model, dmuon.Muon(model), rank)
-
-
-@distributed(2)
-def test_ddp_without_find_unused_parameters_says_so(rank, world):
-    model = seeded(Net)
-    wrapped = wrap(model, True, find_unused_parameters=False, bucket_cap_mb=0.001)
-    own = dmuon.dedicate_params(wrapped, **ASKING)
-    opt = dmuon.Muon(wrapped)
-    model.use_spare = True
-    loss_of(wrapped, batch(0, rank)).backward()
-    opt.step()
-    opt.zero_grad()
-    model.use_spare = False
-    loss_of(wrapped, batch(1, rank)).backward()
-    with pytest.raises(ValueError, match=r"spare.*find_unused_parameters"):
-        opt.step()
-    own.close()
 
 
 @pytest.mark.parametrize("layout", ["reduced", "dedicated"])
@@ -270,40 +316,13 @@ def test_states_that_differ_between_ranks_are_an_error_on_all_and_change_nothing
         one_step(model, opt, rank, 1)
 
 
-DIFFERENT = {
-    "bucket_bytes": lambda rank: {"options": dmuon.ReplicatedOptions(bucket_bytes=1000 + rank)},
-    "reduce_dtype": lambda rank: {
-        "options": dmuon.ReplicatedOptions(reduce_dtype=[None, torch.float64][rank])
-    },
-    "planner": lambda rank: {"planner": dmuon.PlannerOptions(max_batch=1 + rank)},
-    "costs": lambda rank: {"costs": ["analytic:cpu", "analytic:h200"][rank]},
-    "solver": lambda rank: {"solver": ["greedy", "round_robin"][rank]},
-    "heads": lambda rank: {"heads": [{}, {"*.up.weight": 2}][rank]},
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-@distributed(2)
-def test_arguments_that_differ_between_ranks(rank, world, what):
-    with pytest.raises(ValueError, match="disagree"):
-        dmuon.dedicate_params(seeded(Net), **DIFFERENT[what](rank))
-
-
-@distributed(2)
-def test_optimizer_settings_that_differ_between_ranks(rank, world):
-    with planned() as (model, _):
-        for settings in ({"master_weights": rank == 0}, {"lr": 0.1 + rank}, {"ns_steps": 3 + rank}):
-            with pytest.raises(ValueError, match="disagree"):
-                dmuon.Muon(model, **settings)
-
-
 @pytest.mark.parametrize("layout", ["replicated", "dedicated", "sharded"])
 @distributed(2)
 def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     model = seeded(Net).bfloat16()
     if layout == "sharded":
         fully_shard(model, mesh=mesh_of((world,)))
-    own = dmuon.dedicate_params(model, **_asked(layout))
+    own = dmuon.dedicate_params(model, **(ASKING if layout == "replicated" else {"layout": layout}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt = dmuon.Muon(model, lr=1e-5, ns_dtype=torch.float32)
@@ -315,30 +334,125 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     own.close()
 
 
+# ---- what a user does to a model that is being trained ---------------------------------------
+
+
+def in_grad_scaler(pair):
+    scaler = torch.amp.GradScaler(torch.get_default_device().type)
+    scaler.scale(pair.loss(pair.model, 1, pair.data_rank)).backward()
+    scaler.step(pair.opt)
+
+
+def a_gradient_by_hand(pair):
+    pair.backward(1)
+    pair.bare.mid.weight.grad = torch.ones_like(pair.bare.mid.weight)
+
+
+def a_step_before_backward(pair):
+    early = pair.loss(pair.model, 0, pair.data_rank)
+    pair.backward(1)
+    pair.opt.step()
+    early.backward()
+
+
+def converted(pair):
+    pair.model.bfloat16()  # FSDP2 takes this before its first forward only
+    pair.backward(1)
+
+
+def assigned(pair):
+    pair.model.mid.weight.data = torch.randn(18, 24)
+    pair.backward(1)
+
+
+def without_spare(pair):
+    pair.bare.use_spare = False
+    pair.backward(1)
+
+
+def another(name):
+    """It would never be trained again."""
+
+    def replace(pair):
+        path, _, local = name.rpartition(".")
+        torch.manual_seed(1)
+        shape = dict(pair.twin.named_parameters())[name].shape
+        setattr(pair.bare.get_submodule(path), local, nn.Parameter(torch.randn(shape) / 10))
+        pair.backward(1)
+
+    return replace
+
+
+def sharded_late(pair):
+    """Of a model with tensor parallelism the others stay as they were planned."""
+    model, mesh = pair.model, mesh_of((2,))
+    for part in [model.blocks[0].mix] if isinstance(model, ParallelModel) else [model]:
+        fully_shard(part, mesh=mesh)
+    pair.backward(1)
+
+
+def closed(pair):
+    pair.own.close()
+    pair.backward(1)
+
+
+STRICT = {"wrap": partial(wrap, find_unused_parameters=False, bucket_cap_mb=0.001)}
+UNTOUCHED = {"steps": 0}  # it happens before the first step
+SPARE = {"change": lambda model: setattr(model, "use_spare", True)}
+NORM, UP = "blocks.0.norm.weight", "blocks.1.up.weight"
+IN_STEPS = [
+    ("reduced", in_grad_scaler, "GradScaler", {}),
+    ("reduced", a_gradient_by_hand, r"mid\.weight.*after backward", {}),
+    ("reduced ddp", without_spare, r"spare.*find_unused_parameters", STRICT | SPARE),
+    ("dedicated", a_step_before_backward, "between this forward pass and its backward", {}),
+    ("dedicated", converted, r"is now .* torch\.bfloat16 .* Move or convert", {}),
+    ("dedicated", assigned, r"mid\.weight.* by an assignment to its data", {}),
+    ("fsdp2", converted, r"'tok\.weight' is now.*bfloat16.*float32.*own\.close\(\)", UNTOUCHED),
+    ("fsdp2", closed, r"closed.*dedicate_params", {}),
+    ("plain", sharded_late, r"fully_shard.*before", UNTOUCHED | {"averages": False}),
+    ("tp", sharded_late, r"fully_shard.*before", UNTOUCHED),
+    *(
+        (layout, another(name), f"'{name}' is another parameter object", {})
+        for layout, name in [
+            *product(("dedicated", "reduced", "reduced ddp"), ("mid.weight", NORM)),
+            *product(("dedicated", "dedicated fsdp"), [UP]),
+            ("tp", "blocks.0.mix.weight"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(IN_STEPS)))
 @distributed(2)
-def test_grad_scaler_is_refused(rank, world):
-    with planned() as (model, _):
-        opt, scaler = dmuon.Muon(model), torch.amp.GradScaler(torch.get_default_device().type)
-        scaler.scale(loss_of(model, batch(0, rank))).backward()
-        with pytest.raises(ValueError, match="GradScaler"):
-            scaler.step(opt)
+def test_what_is_done_between_steps_is_told_on_every_rank(rank, world, number):
+    layout, act, message, case = IN_STEPS[number]
+    steps = case.get("steps", 1)
+    case = {key: value for key, value in case.items() if key != "steps"}
+    with both(layout=layout, transport=RecordingTransport, **case) as pair:
+        pair.train_alone(range(steps))
+        sent = None
+        with pytest.raises(DmuonError, match=message):
+            act(pair)
+            sent = len(pair.events)
+            pair.opt.step()
+        if "another" in message:  # before a step sends anything but that; the others have to know
+            assert {event.tag for event in pair.events[sent:]} <= {"verdict", "norms"}
+        if (layout, act) == ("fsdp2", converted):
+            with pytest.raises(DmuonError, match=message):
+                dmuon.clip_grad_norm_(pair.model, 1.0)
 
 
 @distributed(2)
-def test_a_gradient_set_by_hand_after_backward_is_refused(rank, world):
-    with planned() as (model, _):
-        opt = dmuon.Muon(model)
-        loss_of(model, batch(0, rank)).backward()
-        model.mid.weight.grad = torch.ones_like(model.mid.weight)
-        with pytest.raises(ValueError, match=r"mid\.weight.*after backward"):
-            opt.step()
-
-
-@distributed(2)
-def test_a_wrapped_ddp_is_refused(rank, world):
-    model = nn.Sequential(wrap(seeded(Net), True))
-    with pytest.raises(ValueError, match="DistributedDataParallel itself"):
-        dmuon.dedicate_params(model, **ASKING)
+def test_a_model_that_is_moved_to_where_it_is(rank, world):
+    for layout in ("fsdp2", "dedicated"):
+        with both(layout=layout) as pair:
+            for step in range(3):
+                pair.train([step])
+                pair.model.to("cpu").float()
+                if layout == "dedicated":  # what it does to another device
+                    for p in pair.model.parameters():
+                        p.data = p.data.clone()
+            pair.check()
 
 
 @distributed(2)
@@ -356,16 +470,23 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
 WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
-# The layouts in which settings are compared, each with a `Net`.
-LAID = {"ddp": DDP, "sharded": sharded(build=Net), "replicated": REDUCED, "dedicated": PLAIN}
-
-
-@contextmanager
-def refusing_step(kind: str, on: str, key: str, rank: int, when: str):
-    """(pair, what a step raised), where rank 1 sets a wrong value; nothing may have changed."""
+@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize(
+    ("kind", "when", "on"),
+    [
+        ("reduced", "before backward", "host"),
+        ("dedicated", "before backward", "host"),
+        ("fsdp2", "before step", "host"),
+        ("fsdp2", "before step", "accelerator"),
+    ],
+)
+@distributed(2)
+def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, on, key):
+    """Every rank raises, nothing has changed, and the next step can be taken. Where the host cannot
+    read the others learn it on the way, and the next step raises."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+        both(Net, kind, only={"publish": "sync"}) as pair,
     ):
         (group,) = pair.opt.param_groups
         pair.train_alone([0])
@@ -375,46 +496,20 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str):
         pair.backward(1)
         if rank == 1:
             group[key] = WRONG[key]
-        raised = None
-        try:
+        refused = pytest.raises(ConsensusError, match="rank 1 refuses")
+        if rank == 1:
+            refused = pytest.raises(
+                (TypeError, ValueError), match=f"{key} must be|'maximize', which nobody reads"
+            )
+        with refused if on == "host" or rank == 1 else nullcontext():
             pair.opt.step()
-        except (TypeError, ValueError) as error:
-            raised = error
-        assert is_same(pair.snapshot(), before)
+        assert_bitwise(pair.snapshot(), before)
         group.pop(key, None)
         group.update(right)
-        yield pair, raised
-
-
-@pytest.mark.parametrize("key", WRONG)
-@pytest.mark.parametrize(
-    ("kind", "when"),
-    [
-        ("replicated", "before backward"),
-        ("dedicated", "before backward"),
-        ("sharded", "before step"),
-    ],
-)
-@distributed(2)
-def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, key):
-    """Every rank raises, nothing has changed, and the next step can be taken."""
-    with refusing_step(kind, "host", key, rank, when) as (pair, raised):
-        if rank == 1:
-            told = str(raised)
-            assert f"{key} must be" in told or "'maximize', which nobody reads" in told
+        if on == "accelerator":
+            with pytest.raises(ConsensusError, match="rank 1 refuses"):
+                pair.train_alone([2])
         else:
-            assert isinstance(raised, ConsensusError)
-            assert "rank 1 refuses" in str(raised)
-        pair.train_alone([2])
-
-
-@distributed(3)
-def test_a_setting_that_turns_wrong_where_the_host_cannot_read(rank, world):
-    """The others learn it on the way: the step changes nothing, and the next one raises."""
-    how = ("sharded", "accelerator", "lr", rank, "before step")
-    with refusing_step(*how) as (pair, raised):
-        assert (raised is not None) == (rank == 1)
-        with pytest.raises(ConsensusError, match="rank 1 refuses"):
             pair.train_alone([2])
 
 
@@ -482,13 +577,13 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("on", ["host", "accelerator"])
-@pytest.mark.parametrize("kind", LAID)
+@pytest.mark.parametrize("kind", ["ddp", "reduced", "dedicated", "fsdp2"])
 @distributed(2)
 def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
     """Each is another one on the last rank, for one step."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+        both(Net, kind, only={"publish": "sync"}) as pair,
     ):
         pair.train_alone([0])
         (group,) = pair.opt.param_groups
@@ -530,3 +625,54 @@ def test_only_what_differs_is_named_when_planning(rank, world):
         "'param_groups[0]: adamw_eps=1e-08'. Build the same model with the same arguments on "
         "every rank"
     )
+
+
+# ---- sharded models --------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_mesh_without_all_ranks_of_a_parameter(rank, world):
+    model = of_shards()
+    alone = mesh_of((world, 1), ("other", "mine"))["mine"]
+    with pytest.raises(ValueError, match=rf"also lies on global ranks \[{1 - rank}\].*mesh of all"):
+        dmuon.dedicate_params(model, alone)
+    dmuon.dedicate_params(model).close()
+
+
+@distributed(2)
+def test_plans_of_another_mesh_or_layout(rank, world):
+    def plan_of(model, **kwargs):
+        own = dmuon.dedicate_params(model, **kwargs)
+        own.close()
+        return own.plan
+
+    at_owners = {"options": REDUCING}
+    flat, tensor_parallel = plan_of(of_shards()), plan_of(laid_out("tp")[0])
+    nested = plan_of(laid_out(sharded(1, 2))[0])
+    plain, reduced = plan_of(ParallelModel()), plan_of(ParallelModel(), **at_owners)
+    with pytest.raises(ValueError, match="layout 'reduce_to_owner'; this model is 'sharded'"):
+        plan_of(of_shards(), plan=reduced)
+    with pytest.raises(ValueError, match="layout 'sharded'; this model is 'reduce_to_owner'"):
+        plan_of(ParallelModel(), plan=flat, **at_owners)
+    # Who owns what is the same wherever momentum lies with the parameters.
+    assert plan_of(ParallelModel(), plan=flat).owners == flat.owners
+    with pytest.raises(ValueError, match="the saved plan does not fit"):
+        plan_of(of_shards(), plan=tensor_parallel)
+    for other in (nested, plain):
+        assert plan_of(of_shards(), plan=other).owners == other.owners
+    with pytest.raises(ValueError, match="disagree"):
+        plan_of(of_shards(), plan=flat if rank else None)
+    follow(layout="fsdp2", steps=2, request={"plan": flat, "solver": "auto"})
+
+
+# ---- after planning ----------------------------------------------------------------------
+
+
+@distributed(2)
+def test_an_optimizer_of_a_model_that_was_sharded_late(rank, world):
+    model = ParallelModel()
+    own = dmuon.dedicate_params(model)
+    shard_units(model, mesh_of((world,)))
+    with pytest.raises(ValueError, match="dedicate_params"):
+        dmuon.Muon(model)
+    own.close()

@@ -6,61 +6,50 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
-from dmuon.period import Schedule
+from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.twins import FSDP2, HSDP, assert_bitwise, both, gathered, vocabulary
+from tests.distributed.layouts import Layout, shared, vocabulary
+from tests.distributed.twins import Rows, both
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
+BLOCKS = Rows()
 
-def follow_in_blocks(period: Any, ratio: float | None = None, steps: int = 3, **case: Any) -> None:
+
+def in_blocks(layout: str | Layout, period: Any, ratio: float | None = 0.7, **case: Any) -> None:
     """Each rank's part of a matrix is a matrix of its own, in the steps that the period says."""
-    with both(only={"period": period, "block_lr_ratio": ratio}, **case) as pair:
-        expected = Schedule(period)
-        for step in range(steps):
-            pair.train([step])
-            assert pair.opt.stats()["full_step"] == expected.is_full(expected.t)
-            expected.advance()
-        pair.check()
+    only = {"period": period, "block_lr_ratio": ratio}
+    BLOCKS.add(f"{len(BLOCKS)} {period}", layout, only=only, **case)
 
 
-# (layout, ranks, period, block_lr_ratio, steps)
-BLOCKS = [
-    ("fsdp2", 2, math.inf, None, 4),
-    ("tp", 2, 3, 0.7, 5),
-    ("hsdp", 4, 2, 0.7, 3),
-    ("tp+fsdp", 4, dmuon.LinearPeriod(1, 4, 6), 0.7, 6),
-    ("ep+fsdp, split experts", 4, math.inf, 0.7, 2),
-    (vocabulary(4, 2), 8, 2, 0.7, 3),  # uneven blocks of uneven parts
-]
+in_blocks("fsdp2", math.inf, None, steps=4)
+in_blocks("tp", 3, steps=5)
+in_blocks("hsdp", 2)
+in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
+in_blocks("ep+fsdp, split experts", math.inf, steps=2)
+in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
+# Co-owners change nothing but who computes.
+SHARED = {"request": shared(4), "steps": 5}
+in_blocks("fsdp4", 3, None, **SHARED)
+in_blocks("fsdp4", dmuon.LinearPeriod(2, 4, 6), None, **SHARED)
+# Weights that are stored (in, out) and cut side by side.
+FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
+in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)
 
 
-@pytest.mark.parametrize(("number", "world"), [(n, row[1]) for n, row in enumerate(BLOCKS)])
+@BLOCKS.each()
 @distributed()
-def test_blocks_are_orthogonalized_alone(rank, world, number):
-    layout, _, *how = BLOCKS[number]
-    follow_in_blocks(*how, layout=layout)
-
-
-@distributed(4)
-def test_blocks_of_weights_stored_in_out_and_cut_side_by_side(rank, world):
-    cut = {"splits": FusedModel.splits, "heads": FusedModel.heads}
-    case = {"build": FusedModel, "layout": "fsdp4", "select": cut}
-    follow_in_blocks(2, steps=4, muon={"adjust_lr_fn": "original"}, **case)
+def test_blocks_are_orthogonalized_alone(rank, world, name):
+    BLOCKS.follow(name)
 
 
 def weights_after(steps: int, **only: Any) -> Mapping[str, Tensor]:
-    with both(layout=FSDP2, only=only) as pair:
+    with both(layout="fsdp2", only=only) as pair:
         pair.train_alone(range(steps))
         return pair.whole()
 
@@ -73,28 +62,9 @@ def test_period_one_is_muon_bitwise(rank, world):
     assert not all(torch.equal(blocks[name], weight) for name, weight in plain.items())
 
 
-@pytest.mark.parametrize(
-    ("period", "through_torch"), [(3, True), (dmuon.LinearPeriod(1, 4, 6), False)]
-)
-@distributed(2)
-def test_a_checkpoint_in_mid_period_resumes_there(rank, world, period, through_torch):
-    straight, only = weights_after(6, period=period), {"period": period}
-    with both(layout=FSDP2, only=only) as first, both(layout=FSDP2, seed=1, only=only) as again:
-        first.train_alone(range(4))
-        if through_torch:
-            saved = get_optimizer_state_dict(first.model, first.opt)
-            set_optimizer_state_dict(again.model, again.opt, saved)
-        else:
-            again.opt.load_state_dict(first.opt.state_dict())
-        again.model.load_state_dict(first.model.state_dict())
-        assert again.opt.stats()["steps"] == 4
-        again.train_alone(range(4, 6))
-        assert_bitwise(again.whole(), straight)
-
-
 @distributed(4)
 def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, world):
-    with both(layout=HSDP, transport=RecordingTransport, only={"period": 3}) as pair:
+    with both(layout="hsdp", transport=RecordingTransport, only={"period": 3}) as pair:
         sequences = []
         for step in range(7):
             pair.backward(step)
@@ -121,7 +91,7 @@ def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, w
 def test_blocks_without_a_gradient_or_with_a_bad_one_are_left_alone(rank, world):
     """On this rank: rank 0 finds an inf in a block, rank 1 lacks the gradient of another one."""
     lost, bad = "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight"
-    with both(layout=FSDP2, only={"period": math.inf}) as pair:
+    with both(layout="fsdp2", only={"period": math.inf}) as pair:
         named = dict(pair.model.named_parameters())
         for step in range(2):
             pair.backward(step)

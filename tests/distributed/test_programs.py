@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
+from tests.distributed.compare import assert_close, gathered, whole
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import DEDICATED, layouts
 from tests.distributed.models import (
     VOCAB,
     Block,
@@ -35,25 +38,11 @@ from tests.distributed.models import (
     loss_of,
     net_of,
     seeded,
+    tied,
     weights,
     without_root,
 )
-from tests.distributed.twins import (
-    DEDICATED,
-    FSDP,
-    KEPT,
-    MUON,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Rows,
-    assert_close,
-    both,
-    follow,
-    gathered,
-    layouts,
-    whole,
-)
+from tests.distributed.twins import MUON, Rows, both
 
 # ---- the order of calls ----------------------------------------------------------------------
 
@@ -130,16 +119,26 @@ def loss_with_kept(model, inputs):
     return loss + sum(block.aux + block.losses[0] for block in model.blocks)
 
 
+class Attending(nn.Module):
+    """`nn.MultiheadAttention` reads the weights of its ``out_proj`` without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(24, 3, bias=False, batch_first=True)
+        self.mlp = Block(24, 56)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
+
+
 # ---- tied weights ----------------------------------------------------------------------------
 
 
-def shared(model):
+def repeated(model):
     """One block at two places of the list."""
     model.blocks.append(model.blocks[0])
-
-
-def tied(model):
-    model.blocks[2].up.weight = model.blocks[0].up.weight
 
 
 def tied_inside_and_to_the_root(model):
@@ -358,6 +357,8 @@ PROGRAMS = Rows()
 program = PROGRAMS.add
 
 
+EITHER = ("dedicated", "dedicated kept")
+EACH = (*EITHER, "reduced")
 GROUPS = {
     "linears": lambda name, module: isinstance(module, nn.Linear),
     "nested": lambda name, module: name in ("blocks.0", "blocks.0.up", "blocks.1", "blocks.2.down"),
@@ -366,108 +367,73 @@ GROUPS = {
 }
 
 for name in ORDERS:
-    program(name, PLAIN, KEPT, REDUCED, **ordered(name), steps=4)
-for name in ("backwards", "in turn", "twice with others between"):
-    for n in (0, 3):
-        options = {"prefetch": n}
-        program(f"{name}, FSDP2, prefetch={n}", FSDP, **ordered(name), steps=4, options=options)
+    program(name, *EACH, **ordered(name), steps=4)
+for name, n in product(("backwards", "in turn", "twice with others between"), (0, 3)):
+    case = ordered(name) | {"options": {"prefetch": n}}
+    program(f"{name}, FSDP2, prefetch={n}", "dedicated fsdp", **case, steps=4)
+for name in ("some and several", "twice with others between"):
+    program(f"{name}, replicas", world=4, mesh=(2, 2), **ordered(name))
 for f in WAYS:
-    program(f.__name__, PLAIN, KEPT, REDUCED, loss_of=f)
-program("ways alternate", PLAIN, KEPT, REDUCED, round=ways_alternate)
-program("a part later", PLAIN, KEPT, REDUCED, build=PartLater)
-program("losses kept as attributes", PLAIN, change=keep_losses, loss_of=loss_with_kept)
+    program(f.__name__, *EACH, loss_of=f)
+program("ways alternate", *EACH, round=ways_alternate)
+program("a part later", *EACH, build=PartLater)
+program("losses kept as attributes", change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
-    program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})
+    program(f"groups: {name}", "dedicated", "dedicated fsdp", options={"groups": f})
 for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
-    program(f"groups: {name}, any order", PLAIN, **ordered("some and several"), options=groups)
-    program(f"groups: {name}, children alone", PLAIN, loss_of=children_alone, options=groups)
-program("a block at two places", PLAIN, KEPT, REDUCED, change=shared)
-program("two tied blocks", PLAIN, KEPT, FSDP, REDUCED, change=tied)
-program("a tied head", PLAIN, REDUCED, change=tied_head)
-program(
-    "a block tied to the root",
-    PLAIN,
-    KEPT,
-    build=partial(net_of, Square),
-    change=tied_inside_and_to_the_root,
-)
+    program(f"groups: {name}, any order", **ordered("some and several"), options=groups)
+    program(f"groups: {name}, children alone", loss_of=children_alone, options=groups)
+program("a block at two places", *EACH, change=repeated)
+program("two tied blocks", *DEDICATED, "reduced", change=tied)
+program("a tied head", "dedicated", "reduced", change=tied_head)
+square = partial(net_of, Square)
+program("a block tied to the root", *EITHER, build=square, change=tied_inside_and_to_the_root)
 for name in WRAPPINGS:
-    program(f"{name} out", PLAIN, build=partial(Wrapping, name))
-program("no gradient of the inputs", PLAIN, change=frozen_start)
-program("nor of the first block", PLAIN, change=frozen_first_block)
+    program(f"{name} out", build=partial(Wrapping, name))
+program("no gradient of the inputs", change=frozen_start)
+program("nor of the first block", change=frozen_first_block)
 
 for again in (False, True):
     kind = "reentrant" if again else "saved"
-    program(f"{kind} blocks", *DEDICATED, REDUCED, build=partial(Checkpointed, again))
-    program(f"{kind} block", PLAIN, REDUCED, build=partial(Checkpointed, again, (1,)))
-    program(
-        f"{kind} inside", PLAIN, REDUCED, build=partial(net_of, partial(InnerCheckpoint, again))
-    )
+    program(f"{kind} blocks", *DEDICATED, "reduced", build=partial(Checkpointed, again))
+    program(f"{kind} block", "dedicated", "reduced", build=partial(Checkpointed, again, (1,)))
+    inner = partial(net_of, partial(InnerCheckpoint, again))
+    program(f"{kind} inside", "dedicated", "reduced", build=inner)
     for n in (0, 3):
         wrap = partial(checkpoint_blocks, reentrant=again)
-        program(f"{kind} wrapper, prefetch={n}", PLAIN, wrap=wrap, options={"prefetch": n})
+        program(f"{kind} wrapper, prefetch={n}", wrap=wrap, options={"prefetch": n})
     # Re-entrant checkpointing of a block whose input has no gradient gives it none: with torch
     # alone as well, so the first block is left out.
     some = partial(Checkpointed, again, (1, 2) if again else (0, 1, 2))
-    program(f"{kind}, no gradient of the inputs", PLAIN, build=some, change=frozen_start)
-program("saved, first block frozen", PLAIN, build=some, change=frozen_first_block)
-program("two blocks a checkpoint", PLAIN, build=Segments, change=without_biases)
-program(
-    "the same, accumulated", PLAIN, build=Segments, change=without_biases, round=some_in_no_sync
-)
+    program(f"{kind}, no gradient of the inputs", build=some, change=frozen_start)
+program("saved, first block frozen", build=some, change=frozen_first_block)
+segments = {"build": Segments, "change": without_biases}
+program("two blocks a checkpoint", **segments)
+program("the same, accumulated", **segments, round=some_in_no_sync)
 
-program("backward only in no_sync", PLAIN, REDUCED, REDUCED_DDP, round=inside_no_sync)
-program("gradients dropped", PLAIN, REDUCED, round=after_dropped_gradients)
+program("backward only in no_sync", "dedicated", "reduced", "reduced ddp", round=inside_no_sync)
+program("gradients dropped", "dedicated", "reduced", round=after_dropped_gradients)
 for forward in (False, True):
     lazy = partial(a_rank_without_backward, forward=forward)
-    program(f"a rank without backward, {forward=}", PLAIN, KEPT, REDUCED, round=lazy, steps=4)
+    program(f"a rank without backward, {forward=}", *EACH, round=lazy, steps=4)
 for how in ("at once", "in turn", "last first", "graph retained"):
     program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
-last_first = {"change": without_biases, "round": partial(two_losses, how="last first")}
-program("two losses of blocks in another order", PLAIN, KEPT, **ordered("backwards"), **last_first)
+last_first = ordered("backwards") | {"round": partial(two_losses, how="last first")}
+program("two losses, another order", *EITHER, **last_first, change=without_biases)
 for factor in (0.0, 1.0):
     inside = partial(inside_materialized, factor=factor)
-    program(f"inside materialized, {factor} penalties", PLAIN, KEPT, round=inside)
+    program(f"inside materialized, {factor} penalties", *EITHER, round=inside)
 program("evaluated at any time", *DEDICATED, round=evaluated_at_any_time)
-program("losses thrown away", PLAIN, KEPT, round=losses_thrown_away)
+build = partial(net_of, Attending)
+program("attention without hooks", *DEDICATED, build=build, round=evaluated_at_any_time)
+program("losses thrown away", *EITHER, round=losses_thrown_away)
 
 
 @PROGRAMS.each()
 @distributed()
 def test_programs_follow_the_reference(rank, world, name):
     PROGRAMS.follow(name)
-
-
-@distributed(4)
-def test_orders_of_calls_with_replicas(rank, world):
-    for name in ("some and several", "twice with others between"):
-        follow(mesh=(2, 2), **ordered(name))
-
-
-class Attending(nn.Module):
-    """`nn.MultiheadAttention` reads the weights of its ``out_proj`` without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(24)
-        self.attention = nn.MultiheadAttention(24, 3, bias=False, batch_first=True)
-        self.mlp = Block(24, 56)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
-
-
-@layouts(*DEDICATED)
-@distributed(2)
-def test_multihead_attention(rank, world, layout):
-    with both(partial(net_of, Attending), layout) as pair:
-        pair.train(range(3))
-        pair.check()
-        pair.model.eval(), pair.twin.eval()  # another code path
-        pair.assert_same_loss(9)
-        assert any("out_proj" in n for r in range(world) for n in pair.own.owned_by(r))
 
 
 @distributed(2)
@@ -528,18 +494,23 @@ def all_of_it(model, backend):
     return model
 
 
-COMPILED = [
-    ("eager", all_of_it),
-    ("aot_eager", in_place),
-    ("aot_eager", wrapped),
-]
+def around(model, backend):
+    return torch.compile(model, backend=backend)
 
 
-@pytest.mark.parametrize("backend, how", COMPILED)
+@pytest.mark.parametrize(
+    ("layout", "backend", "how"),
+    [
+        ("dedicated", "eager", all_of_it),
+        ("reduced", "eager", around),
+        ("dedicated", "aot_eager", in_place),
+        ("dedicated", "aot_eager", wrapped),
+    ],
+)
 @distributed(2)
-def test_compiled_models(rank, world, backend, how):
+def test_compiled_models(rank, world, layout, backend, how):
     torch.compiler.reset()
-    with both(wrap=partial(how, backend=backend)) as pair:
+    with both(layout=layout, wrap=partial(how, backend=backend)) as pair:
         pair.train(range(2))
         pair.check()
         pair.assert_same_loss(9)
@@ -581,12 +552,11 @@ def some_ranks_use_spare(model, step, rank):
     model.use_spare = (step + rank) % 2 == 0
 
 
-@layouts(*DEDICATED, REDUCED)
-@distributed(2)
+@layouts(*DEDICATED, "reduced")
 def test_collectives_of_the_user_between_ours(rank, world, layout):
     """In backward while ours are in flight: in another group, so none cross, whoever is late."""
     with both(Talking, layout) as pair:
-        if layout != FSDP:  # which wants gradients of every rank
+        if layout != "dedicated fsdp":  # which wants gradients of every rank
             pair.prepare = some_ranks_use_spare
         pair.twin.talk = False
         for step in range(3):

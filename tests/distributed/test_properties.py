@@ -26,17 +26,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.tools.parallel_models import _shard
 from tests.distributed.harness import Pools
-from tests.distributed.test_checkpoints import DEDICATED, HSDP, REDUCED
-from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp
+from tests.distributed.layouts import Layout, in_ddp, on
+from tests.distributed.twins import BlockReference, Trained
 
 SAMPLES = 12  # of all ranks in a step: as many for each of 1, 2, 3 and 4
 TOLERANCE = 1e-6
@@ -145,19 +141,19 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 LAYOUTS = {
-    "single": Layout((1,)),
-    **{f"fsdp{n}": Layout((n,), wrap=_shard) for n in (2, 3, 4)},
-    **{f"ddp{n}": Layout((n,), wrap=in_ddp) for n in (2, 3)},
-    **{f"reduce_to_owner{n}": Layout((n,), own=REDUCED) for n in (2, 3)},
-    "reduce_to_owner ddp": Layout((2,), wrap=in_ddp, own=REDUCED),
-    **{f"dedicated{n}": Layout((n,), own=DEDICATED) for n in (2, 3)},
-    "dedicated fsdp": Layout((2,), own=DEDICATED, shard_rest=True),
+    "single": on("plain", 1),
+    **{f"fsdp{n}": on("fsdp2", n) for n in (2, 3, 4)},
+    **{f"ddp{n}": on("ddp", n) for n in (2, 3)},
+    **{f"reduce_to_owner{n}": on("reduced", n) for n in (2, 3)},
+    "reduce_to_owner ddp": on("reduced ddp", 2),
+    **{f"dedicated{n}": on("dedicated", n) for n in (2, 3)},
+    "dedicated fsdp": on("dedicated fsdp", 2),
     "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
-    "hsdp": Layout(**HSDP, wrap=_shard),
-    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
+    "hsdp": on("fsdp2", 2, 2),
+    "dedicated hsdp": on("dedicated", 2, 2),
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
 }
-SHARDED = [name for name, case in LAYOUTS.items() if case.wrap in (_shard, _tensor_parallel)]
+SHARDED = [name for name in LAYOUTS if name.startswith(("fsdp", "hsdp", "tp"))]
 
 
 def chunks(first: int, last: int, parts: int) -> list[tuple[int, int]]:
@@ -167,7 +163,7 @@ def chunks(first: int, last: int, parts: int) -> list[tuple[int, int]]:
 
 
 def boxes(piece: Piece, number: int, name: str) -> list[tuple[tuple[int, int], ...]]:
-    """What the ranks of a sharded layout hold of a weight, each once: a range in each dim."""
+    """The parts of a weight that ranks of a sharded layout hold, each once: a range in each dim."""
     case = LAYOUTS[name]
     found: list[tuple[tuple[int, int], ...]] = [tuple((0, size) for size in piece.shape)]
     for axis, parts in reversed([*zip(case.axes, case.mesh)]):  # "tp" first
@@ -178,11 +174,8 @@ def boxes(piece: Piece, number: int, name: str) -> list[tuple[tuple[int, int], .
             if not is_projection or not _is_parallel(piece.shape, number, case.axes):
                 continue
         if axis != "replicate":
-            found = [
-                (*box[:dim], part, *box[dim + 1 :])
-                for box in found
-                for part in chunks(*box[dim], parts)
-            ]
+            cut = [(box, part) for box in found for part in chunks(*box[dim], parts)]
+            found = [(*box[:dim], part, *box[dim + 1 :]) for box, part in cut]
     return found
 
 
@@ -222,13 +215,8 @@ class Example:
 
     def settings(self) -> dict[str, Any]:
         """Those that are also the reference's."""
-        return {
-            "lr": LR,
-            "adamw_lr": LR / 10,
-            "adamw_eps": 1e-3,
-            "ns_dtype": torch.float32,
-            **dict(self.muon),
-        }
+        known = {"lr": LR, "adamw_lr": LR / 10, "adamw_eps": 1e-3, "ns_dtype": torch.float32}
+        return known | dict(self.muon)
 
     def inputs(
         self, step: int, part: int, rank: int, ranks: int, *, alike: bool
@@ -256,12 +244,8 @@ layouts = st.sampled_from([1, 1, 2, 2, 2, 2, 2, 2, 2, 4, 3]).flatmap(
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     size = st.integers(1, 12) | st.sampled_from([1, 2, 3, 16, 21])
-    pieces = draw(
-        st.lists(
-            st.builds(Piece, st.sampled_from(KINDS), size, size, st.integers(1, 4)),
-            max_size=4,
-        )
-    )
+    piece = st.builds(Piece, st.sampled_from(KINDS), size, size, st.integers(1, 4))
+    pieces = draw(st.lists(piece, max_size=4))
     pieces.insert(0, Piece("linear", draw(size) + 1, draw(size) + 1))  # something for Muon to do
     first, then = draw(layouts), draw(layouts)
     save = draw(st.integers(1, 2))
@@ -323,9 +307,8 @@ def expected_of(example: Example) -> dict[str, Any]:
     losses = []
     for step in range(len(example.uses)):
         if example.period > 1:
-            oracle.holders = holders(
-                example, model, example.first if step < example.save else example.then
-            )
+            name = example.first if step < example.save else example.then
+            oracle.holders = holders(example, model, name)
         oracle.param_groups[0]["lr"] = lr = LR / (1 + step)
         if oracle.adamw is not None:
             oracle.adamw.param_groups[0]["lr"] = lr / 10
@@ -384,12 +367,6 @@ class Training(Trained):
             losses.append(total)
         return losses
 
-    def save_as(self, folder: str, whole: bool) -> bytes:
-        if whole:
-            return packed(self.whole())
-        self.save(folder)
-        return b""
-
     def load_from(self, folder: str, file: bytes) -> None:
         if not file:
             self.load(folder)
@@ -411,17 +388,20 @@ def unpacked(value: bytes) -> Any:
 
 
 def run(
-    rank: int, world: int, example: Example, folder: str, file: bytes, loads: bool
+    rank: int, world: int, example: Example, folder: str, file: bytes | None = None
 ) -> tuple[list[float], bytes]:
     """Train up to the save, or load and train on; this rank's losses, and rank 0's state."""
-    training = Training(example, example.then if loads else example.first)
-    if loads:
+    training, state = Training(example, example.first if file is None else example.then), b""
+    if file is None:
+        losses = training.train(range(example.save))
+        if example.door == "dcp":
+            training.save(folder)
+        else:
+            state = packed(training.whole())
+    else:
         training.load_from(folder, file)
         losses = training.train(range(example.save, len(example.uses)))
         state = packed(training.whole())
-    else:
-        losses = training.train(range(example.save))
-        state = training.save_as(folder, example.door != "dcp")
     training.close()
     return losses, state if rank == 0 else hashlib.sha256(state).digest()
 
@@ -434,37 +414,21 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 def check(example: Example, pools: Pools) -> None:
-    expected = expected_of(example)
-    with tempfile.TemporaryDirectory() as folder:
-        before = pools(LAYOUTS[example.first].world).run(
-            __name__,
-            "run",
-            {"example": example, "folder": folder, "file": b"", "loads": False},
-        )
-        after = pools(LAYOUTS[example.then].world).run(
-            __name__,
-            "run",
-            {"example": example, "folder": folder, "file": before[0][1], "loads": True},
-        )
+    expected, arguments = expected_of(example), {"example": example}
+    worlds = [LAYOUTS[name].world for name in (example.first, example.then)]
+    with tempfile.TemporaryDirectory() as arguments["folder"]:
+        before = pools(worlds[0]).run(__name__, "run", arguments)
+        after = pools(worlds[1]).run(__name__, "run", arguments | {"file": before[0][1]})
     assert {state for _, state in after[1:]} <= {hashlib.sha256(after[0][1]).digest()}
     losses = [
-        sum(losses) * scale
-        for found, scale in (
-            (before, 1 / copies(example.first)),
-            (after, 1 / copies(example.then)),
-        )
-        for losses in zip(*(losses for losses, _ in found))
+        sum(each) / copies(name)
+        for found, name in ((before, example.first), (after, example.then))
+        for each in zip(*(losses for losses, _ in found))
     ]
     # bfloat16 outputs of a forward pass are not exact.
-    assert all(
-        math.isclose(
-            one,
-            other,
-            rel_tol=2e-2 if example.half else 1e-5,
-            abs_tol=0.5 if example.half else 1e-4,
-        )
-        for one, other in zip(losses, expected["losses"], strict=True)
-    ), (losses, expected["losses"])
+    tolerances = (2e-2, 0.5) if example.half else (1e-5, 1e-4)
+    for one, other in zip(losses, expected["losses"], strict=True):
+        assert math.isclose(one, other, rel_tol=tolerances[0], abs_tol=tolerances[1]), losses
     found = unpacked(after[0][1])
     weights, state = found["model"], found["optim"]["state"]
     for name, weight in expected["weights"].items():
@@ -477,17 +441,15 @@ def check(example: Example, pools: Pools) -> None:
             assert torch.equal(weights[name], now.to(torch.bfloat16)), name
         for key, value in expected["state"].get(name, {}).items():
             value = torch.as_tensor(value)
-            assert off(mine[key], value) <= TOLERANCE * max(1.0, float(value.abs().max())), (
-                name,
-                key,
-            )
+            allowed = TOLERANCE * max(1.0, float(value.abs().max()))
+            assert off(mine[key], value) <= allowed, (name, key)
     groups = found["optim"]["param_groups"]
     assert all(g.get("muon_step", len(example.uses)) == len(example.uses) for g in groups)
 
 
 def copies(name: str) -> int:
     """How many ranks have the same data."""
-    return LAYOUTS[name].mesh[LAYOUTS[name].axes.index("tp")] if "tp" in LAYOUTS[name].axes else 1
+    return dict(zip(LAYOUTS[name].axes, LAYOUTS[name].mesh)).get("tp", 1)
 
 
 @given(example=examples())

@@ -9,23 +9,35 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools.parallel_models import CASES, ParallelModel
+from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import (
+    AT_OWNERS,
+    IN_TURN,
+    LAYOUTS,
+    layouts,
+    mesh_of,
+    sharded,
+    shared,
+    vocabulary,
+)
 from tests.distributed.models import (
     Casting,
     Net,
@@ -35,36 +47,15 @@ from tests.distributed.models import (
     batch,
     loss_of,
     seeded,
+    tied,
     weights,
 )
-from tests.distributed.twins import (
-    AT_OWNERS,
-    DDP,
-    FSDP,
-    FSDP2,
-    HSDP,
-    IN_TURN,
-    KEPT,
-    LAYOUTS,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Rows,
-    assert_bitwise,
-    assert_close,
-    average_gradients,
-    both,
-    layouts,
-    mesh_of,
-    shard_units,
-    sharded,
-    vocabulary,
-)
+from tests.distributed.twins import Rows, both, scheduled
 from tests.fused import FusedModel
 from tests.transports import DelayingTransport
 
 BF16 = torch.bfloat16
-EACH = (PLAIN, REDUCED, DDP, FSDP2)  # one of each kind
+EACH = ("dedicated", "reduced", "ddp", "fsdp2")  # one of each kind
 ROWS = Rows()
 
 # ---- settings --------------------------------------------------------------------------------
@@ -78,14 +69,24 @@ SETTINGS = [
 for settings in SETTINGS:
     ROWS.add(str(settings), *EACH, muon=settings)
 
+
+def numbers_of_numpy(pair, step):
+    """They are kept as Python's before anything travels: engines take nothing else."""
+    for group in pair.opt.param_groups:
+        group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
+    pair.both_backward(step)
+
+
+ROWS.add("numbers of numpy", "fsdp2", muon={"ns_steps": 4}, round=numbers_of_numpy)
+
 # ---- models and meshes -----------------------------------------------------------------------
 
-ROWS.add("a plain model", *AT_OWNERS, DDP, build=Net, steps=5)
-ROWS.add("convolutions, experts, attention", *AT_OWNERS, DDP, sharded(), build=ZooBlocks)
-ROWS.add("on one rank", PLAIN, FSDP, REDUCED, sharded(), world=1, build=Net)
+ROWS.add("a plain model", *AT_OWNERS, "ddp", build=Net, steps=5)
+ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", "fsdp2", build=ZooBlocks)
+ROWS.add("on one rank", "dedicated", "dedicated fsdp", "reduced", "fsdp2", world=1, build=Net)
 for case in CASES:
     ROWS.add(f"mesh {case.name}", case.name)
-ROWS.add("replicas of pieces", FSDP, world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
+ROWS.add("replicas of pieces", "dedicated fsdp", world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
 
 
 def in_mixed_batches(pair, step):
@@ -101,7 +102,7 @@ for adjust in ("original", None):
             name = f"{build.__name__} adjusted by {adjust}, {world=}"
             more = {"round": in_mixed_batches} if build is Net and world == 1 else {}
             ROWS.add(
-                name, PLAIN, REDUCED, world=world, build=build, steps=2,
+                name, "dedicated", "reduced", world=world, build=build, steps=2,
                 muon={"adjust_lr_fn": adjust}, **more,
             )  # fmt: skip
 
@@ -112,9 +113,15 @@ def in_another_order() -> DeviceMesh:
     return DeviceMesh(device, [[0, 2], [1, 3]], mesh_dim_names=names)
 
 
-ROWS.add("another order of ranks", PLAIN, FSDP, REDUCED, world=4, mesh=in_another_order)
-SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
-ROWS.add("another order, co-owners", HSDP, mesh=in_another_order, request=SHARED)
+ROWS.add(
+    "another order of ranks",
+    "dedicated",
+    "dedicated fsdp",
+    "reduced",
+    world=4,
+    mesh=in_another_order,
+)
+ROWS.add("another order, co-owners", "hsdp", mesh=in_another_order, request=shared(2))
 
 FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
 for adjust in ("original", "match_rms_adamw"):
@@ -148,10 +155,61 @@ def with_tp(name, *shape):
 
 
 for degree, hidden in ((2, 56), (2, 57), (4, 56)):
-    laid = [with_tp(name, 4 // degree, degree) for name in (PLAIN, KEPT, FSDP)]
+    laid = [
+        with_tp(name, 4 // degree, degree)
+        for name in ("dedicated", "dedicated kept", "dedicated fsdp")
+    ]
     build = partial(Net, hidden=hidden)
     ROWS.add(f"{degree} x {hidden} columns", *laid, build=build, round=clipped)
-ROWS.add("replicas, shards and columns", with_tp(PLAIN, 2, 2, 2))
+ROWS.add("replicas, shards and columns", with_tp("dedicated", 2, 2, 2))
+
+# ---- unusual models, and what DDP offers -----------------------------------------------------
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(61, 6)
+        self.a = nn.Linear(6, 9, bias=False)
+        self.b = nn.Linear(9, 61, bias=False)
+        self.w_empty = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return self.b(self.a(self.tok(tokens))) * self.scale
+
+
+class OnlyMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(9, 7, bias=False)
+        self.b = nn.Linear(7, 12, bias=False)
+
+    def forward(self, tokens):
+        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
+
+
+def norm_loss(model, inputs):
+    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
+
+
+# More ranks than matrices.
+ROWS.add("two matrices", "reduced", world=4, build=TwoMatrices)
+ROWS.add("matrices alone", "reduced", world=4, build=OnlyMatrices, loss_of=norm_loss)
+for way in (
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"bucket_cap_mb": 0.005},
+    {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+):
+    ROWS.add(f"DDP {way}", "reduced", build=Used, wrap=partial(DistributedDataParallel, **way))
+
+
+def over_a_mesh(model):
+    return DistributedDataParallel(model, device_mesh=mesh_of((2,)))
+
+
+ROWS.add("DDP over a mesh", "reduced", build=Used, wrap=over_a_mesh)
 
 # ---- what FSDP2 offers -----------------------------------------------------------------------
 
@@ -203,6 +261,24 @@ def while_pending(pair, step):
     pair.both_backward(step)
 
 
+def prefetching(pair, step):
+    """From the second step on, in the middle of training."""
+    if step == 1:
+        pair.model.set_modules_to_forward_prefetch(list(pair.model.blocks))
+    while_pending(pair, step)
+
+
+def evaluating(pair, step):
+    """Right after a step: a state dict once, and the loss."""
+    if step == 2:
+        saved = {n: whole_tensor(v).clone() for n, v in pair.model.state_dict().items()}
+        assert_close(saved, weights(pair.twin))
+    pair.model.eval()
+    pair.assert_same_loss(9)
+    pair.model.train()
+    pair.both_backward(step)
+
+
 LATE = {"transport": partial(DelayingTransport, delay_s=0.005), "round": while_pending}
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 ROWS.add("units stay gathered", sharded(reshard_after_forward=False), **LATE)
@@ -210,8 +286,10 @@ ROWS.add("CPU offload", sharded(offload_policy=OFFLOAD), **LATE)
 ROWS.add("resharded to a smaller mesh", sharded(reshard_after_forward=2), world=4, steps=2)
 for shard in (root_alone, together, inside):
     ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard), **LATE)
-ROWS.add("checkpoint in forward", sharded(build=Recomputed), **LATE)
-ROWS.add("checkpoint_wrapper", sharded(), change=wrapped, **LATE)
+for f in (prefetching, evaluating):
+    ROWS.add(f.__name__, "fsdp2", **(LATE | {"round": f}), steps=4)
+ROWS.add("checkpoint in forward", "fsdp2", build=Recomputed, **LATE)
+ROWS.add("checkpoint_wrapper", "fsdp2", change=wrapped, **LATE)
 
 
 @ROWS.each()
@@ -223,10 +301,9 @@ def test_training_follows_the_reference(rank, world, name):
 # ---- what also says something of the plan ----------------------------------------------------
 
 
-@layouts(*AT_OWNERS, DDP, FSDP2)
-@distributed(2)
+@layouts(*AT_OWNERS, "ddp", "fsdp2")
 def test_a_parameter_may_have_several_owners(rank, world, layout):
-    with both(Pieces, sharded() if layout == FSDP2 else layout, **IN_TURN) as pair:
+    with both(Pieces, layout, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
             owners = pair.own.owner_of(f"blocks.0.{name}")
             assert len(owners) == pieces and set(owners) == {0, 1}, name
@@ -236,25 +313,16 @@ def test_a_parameter_may_have_several_owners(rank, world, layout):
 
 @distributed(2)
 def test_names_are_those_of_the_model_and_tied_weights_are_one(rank, world):
-    with both(layout=sharded(), change=wrapped) as pair:
+    with both(layout="fsdp2", change=wrapped) as pair:
         assert pair.own.owner_of("blocks.1.mix.weight") in range(world)
         assert not any("wrapped" in name for r in range(world) for name in pair.own.owned_by(r))
-    with both(layout=sharded(build=Tied), **LATE) as pair:
+    with both(Tied, "fsdp2", **LATE) as pair:
         named = {p.name: p for p in pair.own.plan.specs.parameters}
         assert "tied" in named["tok.weight"].reason and "lm_head.weight" not in named
         assert "blocks.0.attention.q_proj.weight" in pair.matrices
         assert "blocks.0.attention.k_proj.weight" not in pair.matrices
         pair.train(range(3))
         pair.check()
-
-
-@distributed(4)
-def test_fused_weights_are_cut_along_their_outputs(rank, world):
-    with both(FusedModel, "fsdp4", select=FUSED) as pair:
-        shapes = {m.name: m.shape for m in pair.own.plan.specs.matrices}
-        assert shapes["blocks.1.c_attn.weight[:, 10:20]"] == (10, 10)
-        assert shapes["blocks.0.experts.gate_up_proj[1][:, 0:6]"] == (6, 10)
-        assert shapes["blocks.0.c_proj.weight[5:10]"] == (10, 5)
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 2, 2)], ids=str)
@@ -278,31 +346,10 @@ def test_two_ownerships_on_halves_of_the_ranks(rank, world):
     )
     assert report.passed and report.rows[0].mesh == "2x2"
     stage, data_rank = divmod(rank, 2)
-    with both(lambda: Net(layers=1 + stage), REDUCED, mesh=mesh["dp"]) as pair:
+    with both(lambda: Net(layers=1 + stage), "reduced", mesh=mesh["dp"]) as pair:
         assert pair.own.plan.topology.world == 2 and pair.own.rank == pair.data_rank == data_rank
         pair.train(range(2))
         pair.check()
-
-
-@distributed(4)
-def test_the_kinds_of_shards_that_are_meant_to_occur_do(rank, world):
-    with both(layout="tp+fsdp") as pair:
-        block = pair.model.blocks[0]
-        outer, inner = block.mlp.up.weight.placements
-        assert type(outer) is not Shard and outer.dim == 0, "strided"
-        assert inner == Shard(0)
-        assert block.attention.o_proj.weight.placements == (Shard(0), Shard(1))
-        assert block.mix.weight.placements == (Shard(0),)
-    with both(layout="fsdp4") as pair:
-        narrow = pair.model.blocks[0].narrow.up.weight
-        assert narrow.to_local().shape[0] == (1 if rank < 3 else 0)
-    for name, local in (("ep+fsdp", (1, 6, 50)), ("ep+fsdp, split experts", (2, 3, 50))):
-        with both(layout=name) as pair:
-            assert pair.model.blocks[0].mlp.experts.w1.to_local().shape == local
-    tp = replace(LAYOUTS["tp"], mesh=(4,))
-    with both(partial(ParallelModel, hidden=16), tp) as pair:
-        plain = {n for n, p in pair.model.named_parameters() if not isinstance(p, DTensor)}
-        assert {"tok.weight", "lm_head.weight", "blocks.0.mix.weight"} <= plain
 
 
 # ---- groups and schedules --------------------------------------------------------------------
@@ -324,18 +371,15 @@ def groups(model):
     return [{"params": m, **own} for m, own in zip(members, OF_GROUPS, strict=True)]
 
 
-@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
-@distributed(2)
+@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 def test_param_groups_and_schedules(rank, world, layout):
     """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
     with both(layout=layout, groups=groups) as pair:
-        schedules = [LambdaLR(pair.opt, list(SCHEDULES))]
-        schedules += [LambdaLR(ref, SCHEDULES[ref.number]) for ref in pair.refs]
+        advance = scheduled(pair, SCHEDULES)
         for step in range(4):
             pair.train([step])
-            assert layout != FSDP2 or pair.pending, "rates change before updates are applied"
-            for schedule in schedules:
-                schedule.step()
+            assert layout != "fsdp2" or pair.pending, "rates change before updates are applied"
+            advance()
         pair.check()
         rates = [own["lr"] * factor(4) for own, factor in zip(OF_GROUPS, SCHEDULES, strict=True)]
         found = [group["lr"] for group in pair.opt.param_groups]
@@ -359,10 +403,10 @@ BUFFERS = [
     for n, publish in ((2, "sync"), (2, "async"), (1, "async"), (3, "sync"))
 ]
 SWITCHES = [
-    *[(name, 2, None, OF_OWNERS) for name in (PLAIN, FSDP)],
-    *[(name, 2, None, REDUCING) for name in (REDUCED, REDUCED_DDP)],
-    (PLAIN, 4, (2, 2), OF_OWNERS[2:3]),
-    (HSDP, 4, None, BUFFERS),
+    *[(name, 2, None, OF_OWNERS) for name in ("dedicated", "dedicated fsdp")],
+    *[(name, 2, None, REDUCING) for name in ("reduced", "reduced ddp")],
+    ("dedicated", 4, (2, 2), OF_OWNERS[2:3]),
+    ("hsdp", 4, None, BUFFERS),
 ]
 
 
@@ -373,7 +417,7 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
     for switch in ({}, *switches):
         with both(layout=layout, mesh=mesh, request=SINGLY, **switch) as pair:
             pair.train_alone(range(3))
-            if layout == HSDP:
+            if layout == "hsdp":
                 publish = switch.get("only", {}).get("publish", "async")
                 assert pair.pending is (publish == "async")
                 assert not switch or len(pair.own.runtime.pipeline.buckets) > 3
@@ -386,8 +430,7 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, None], ids=["reduce32", "reduce16"])
-@layouts(PLAIN, REDUCED)
-@distributed(2)
+@layouts("dedicated", "reduced")
 def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
     """The twin is in float32; its gradients are those of a bfloat16 copy of the real weights."""
     half = {"change": lambda model: model.to(BF16), "only": {"master_weights": True}}
@@ -431,10 +474,6 @@ def called_twice(model, step, rank):
     model.order = [0, 1, 2, 0]
 
 
-def tied(model):
-    model.blocks[2].up.weight = model.blocks[0].up.weight
-
-
 def two_forwards(model, inputs):
     return loss_of(model, inputs) + loss_of(model, (inputs[0].flip(1), inputs[1]))
 
@@ -460,8 +499,7 @@ def rounded_backward(pair, step, names):
     average_gradients(pair.twin)
 
 
-@layouts(PLAIN, KEPT)
-@distributed(2)
+@layouts("dedicated", "dedicated kept")
 def test_weights_used_in_bfloat16(rank, world, layout):
     for kind, (settings, tolerance) in USES.items():
         options = {"param_dtype": BF16} | settings.get("options", {})
@@ -480,7 +518,7 @@ def test_mixed_precision_of_both(rank, world):
     """FSDP2 casts inputs and the rest, dmuon the matrices: blocks run in bfloat16."""
     options = {"param_dtype": BF16, "reduce_dtype": torch.float32}
     policy = MixedPrecisionPolicy(BF16, torch.float32)
-    with both(Net, FSDP, options=options, fsdp={"mp_policy": policy}) as pair:
+    with both(Net, "dedicated fsdp", options=options, fsdp={"mp_policy": policy}) as pair:
         before = weights(pair.twin)
         for step in range(3):
             rounded_backward(pair, step, set(before))
@@ -523,66 +561,13 @@ def test_shards_that_compute_in_bfloat16(rank, world, masters):
 
 
 @distributed(2)
-def test_ddp_options_a_mesh_and_compiled_models(rank, world):
-    ddp = torch.nn.parallel.DistributedDataParallel
-    ways = [
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 0.005},
-        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
-        {"device_mesh": mesh_of((world,))},
-    ]
-    wraps = [partial(ddp, **way) for way in ways] + [partial(torch.compile, backend="eager")]
-    for wrap in wraps:
-        with both(Used, REDUCED, wrap=wrap) as pair:
-            pair.train(range(3))
-            pair.check()
-    torch.compiler.reset()
-
-
-class TwoMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(61, 6)
-        self.a = nn.Linear(6, 9, bias=False)
-        self.b = nn.Linear(9, 61, bias=False)
-        self.w_empty = nn.Parameter(torch.empty(0, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, tokens):
-        return self.b(self.a(self.tok(tokens))) * self.scale
-
-
-class OnlyMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(9, 7, bias=False)
-        self.b = nn.Linear(7, 12, bias=False)
-
-    def forward(self, tokens):
-        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
-
-
-def norm_loss(model, inputs):
-    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
-
-
-@distributed(4)
-def test_models_of_unusual_make_up(rank, world):
-    for case in ({"build": TwoMatrices}, {"build": OnlyMatrices, "loss_of": norm_loss}):
-        with both(layout=REDUCED, **case) as pair:  # more ranks than matrices
-            pair.train(range(3))
-            pair.check()
-
-
-@distributed(2)
 def test_frozen_parameters_let_gradients_through(rank, world):
     def freeze(model):
         model.blocks[0].up.weight.requires_grad_(False)
         model.blocks[1].requires_grad_(False)
         model.mid.weight.requires_grad_(False)
 
-    for layout in (*AT_OWNERS, DDP, replace(sharded(build=Net), wrap=shard_units)):
+    for layout in (*AT_OWNERS, "ddp", "fsdp2"):
         with both(Net, layout, change=freeze) as pair:
             assert all(p.requires_grad for p in pair.own.dedicated_params)
             before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}

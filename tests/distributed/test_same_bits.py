@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.dtensors import distributed_as, local_shard
+from tests.distributed.compare import whole
 from tests.distributed.harness import Pools
-from tests.distributed.twins import Layout, Trained, whole
+from tests.distributed.layouts import LAYOUTS, Layout, on
+from tests.distributed.twins import Trained
 
 STEPS = 4
 # Several of a shape, so that batches of 1, 2, 3, ... occur, and matrices beside their transposes.
@@ -94,21 +97,18 @@ def in_both(model: nn.Module, mesh: Any) -> nn.Module:
 
 def of(world: int, form: str) -> Layout:
     """How the model lies on its mesh."""
-    grid, replicas = (world // 2, 2), ((2, world // 2), ("replicate", "shard"))
+    grid, axes = (world // 2, 2), ("dp", "tp")
     reduced = dmuon.ReplicatedOptions(reduce_to_owner=True, publish_bucket_bytes=40_000)
-    dedicated: dict[str, Any] = {"layout": "dedicated"}
-    return {
-        "plain": Layout((world,)),
-        "fsdp": Layout((world,), wrap=lambda model, mesh: fully_shard(model, mesh=mesh)),
-        "hsdp": Layout(*replicas, wrap=lambda model, mesh: fully_shard(model, mesh=mesh)),
+    known = {
+        "fsdp": on("fsdp2", world),
+        "hsdp": on("fsdp2", 2, world // 2),
         "tp": Layout((world,), ("tp",), wrap=in_tp),
-        "tp+fsdp": Layout(grid, ("dp", "tp"), wrap=in_both),
-        "dp+tp": Layout(grid, ("dp", "tp"), wrap=in_tp, own=dedicated),
-        "ddp": Layout((world,), wrap=lambda model, mesh: DistributedDataParallel(model)),
+        "tp+fsdp": Layout(grid, axes, wrap=in_both),
+        "dp+tp": replace(LAYOUTS["dedicated"], mesh=grid, axes=axes, wrap=in_tp),
         "reduced": Layout((world,), own={"options": reduced}),
-        "dedicated": Layout((world,), own=dedicated),
-        "dedicated hsdp": Layout(*replicas, own=dedicated),
-    }[form]
+        "dedicated hsdp": on("dedicated", 2, world // 2),
+    }
+    return known.get(form) or on(form, world)
 
 
 FORMS = {

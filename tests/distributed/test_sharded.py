@@ -1,4 +1,4 @@
-"""The `sharded` layout: placements, sizes of gradients, replicas, meshes, where shards lie."""
+"""The `sharded` layout: placements, sizes of gradients, replicas, meshes; who gathers, and when."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -25,23 +21,13 @@ import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
+from dmuon.tools.parallel_models import ParallelModel
+from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch, loss_of
-from tests.distributed.twins import (
-    FSDP2,
-    HSDP,
-    MUON,
-    Layout,
-    assert_bitwise,
-    assert_close,
-    both,
-    data_mesh,
-    gathered,
-    mesh_of,
-    sharded,
-    vocabulary,
-    weights,
-)
+from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
+from tests.distributed.models import batch, loss_of, weights
+from tests.distributed.twins import MUON, both
+from tests.transports import DelayingTransport
 
 # ---- any placement, any gradient -----------------------------------------------------------
 
@@ -161,7 +147,7 @@ def small() -> nn.Module:
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e30])
 @distributed(2)
 def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
-    with both(small, sharded(), muon={"eps": 1.2e-38}) as pair:
+    with both(small, "fsdp2", muon={"eps": 1.2e-38}) as pair:
         equal_gradients(pair, 0, scale)
         pair.advance()
         assert pair.opt.stats()["finite"]
@@ -177,7 +163,7 @@ def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
     """Also where one rank has measured products in bfloat16 as slow."""
     is_fast = [rank != slow] if slow is not None else devices._has_bf16
     half = {"muon": {"ns_dtype": torch.bfloat16}, "only": {"period": 2}}
-    with patch.object(devices, "_has_bf16", is_fast), both(layout=HSDP, **half) as pair:
+    with patch.object(devices, "_has_bf16", is_fast), both(layout="hsdp", **half) as pair:
         pair.train_alone(range(4))
         pair.opt.synchronize()
         for name, p in pair.model.named_parameters():
@@ -187,33 +173,6 @@ def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
                     other = mine.clone()
                     dist.broadcast(other, group=p.device_mesh.get_group(axis), group_src=0)
                     assert torch.equal(mine, other), name
-
-
-def trained_on(shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, Tensor]:
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if "tp" in axes:
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fully_shard(model, mesh=data_mesh(mesh))
-
-    with both(small, Layout(shape, axes, parallelize, from_first=False)) as pair:
-        for step in range(4):
-            # The same data on all ranks: only the cutting differs.
-            generator = torch.Generator(torch.get_default_device()).manual_seed(step)
-            pair.model(torch.randn(8, 12, generator=generator)).square().mean().backward()
-            pair.step()
-        return pair.whole()
-
-
-@distributed(4)
-def test_the_update_does_not_depend_on_the_mesh(rank, world):
-    expected = trained_on((4,), ("dp",))
-    for shape, axes in [
-        ((2, 2), ("dp", "tp")), ((1, 4), ("dp", "tp")), ((4, 1), ("dp", "tp")),
-        ((2, 2), ("replicate", "shard")), ((4, 1), ("replicate", "shard")),
-        ((1, 4), ("replicate", "shard")),
-    ]:  # fmt: skip
-        bitwise = axes[1] == "tp" and shape[1] == 1  # no tensor parallelism at all
-        assert_close(trained_on(shape, axes), expected, 0.0 if bitwise else 1e-5)
 
 
 def numbered(shape: tuple[int, int], mesh: DeviceMesh, tp_dim: int, dp_dim: int) -> Any:
@@ -277,7 +236,10 @@ def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
 
 @distributed(2)
 def test_two_models_in_one_optimizer_are_told_apart(rank, world):
-    with both(layout=FSDP2, alone=True) as first, both(layout=FSDP2, seed=1, alone=True) as second:
+    with (
+        both(layout="fsdp2", alone=True) as first,
+        both(layout="fsdp2", seed=1, alone=True) as second,
+    ):
         pairs = first, second
         owns = [dmuon.dedicate_params(pair.model) for pair in pairs]
         both_of = [*first.model.parameters(), *second.model.parameters()]
@@ -303,25 +265,60 @@ def test_two_models_in_one_optimizer_are_told_apart(rank, world):
             own.close()
 
 
+SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
+
+
+class Scored(ParallelModel):
+    """Can be called by another method than `forward`."""
+
+    def score(self, tokens):
+        return self.forward(tokens)
+
+
+GATHERED = {
+    "a registered method": lambda model: model.score,
+    "unshard": lambda model: model.unshard() or model,
+    "unshard a block": lambda model: model.blocks[1].unshard(async_op=True) and model,
+}
+
+
+@pytest.mark.parametrize("how", GATHERED)
 @distributed(2)
-def test_the_report_knows_the_layout(rank, world):
-    with both(layout="tp") as pair:
-        assert "layout sharded" in str(pair.own.report())
-        owners = pair.own.owner_of("blocks.0.mix.weight")
-        assert len(owners) == 2, "a plain weight is there once a rank"
+def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
+    root = Layout(wrap=lambda model, mesh: fully_shard(model, mesh=mesh), from_first=False)
+    with both(Scored, "fsdp2" if "block" in how else root, **SLOW) as pair:
+        if how == "a registered method":
+            register_fsdp_forward_method(pair.model, "score")
+        pair.train([0])
+        with torch.no_grad():
+            found = GATHERED[how](pair.model)(batch(9, rank)[0])
+            expected = pair.twin(batch(9, rank)[0])
+        assert float((found - expected).abs().max()) <= 1e-4
+        pair.model.reshard()
+    assert "unshard" not in vars(pair.model), "left behind by close()"
+
+
+class _Stream:
+    """Notes whether anything was still pending when it was told to wait for the current stream."""
+
+    def __init__(self, pipeline):
+        self.pipeline = pipeline
+        self.seen = []
+
+    def wait_stream(self, stream):
+        self.seen.append(len(self.pipeline.pending))
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+@distributed(2)
+def test_streams_that_read_shards_wait_for_each_update(rank, world):
+    """On CUDA FSDP2 reads shards on a stream of its own, which it orders once a forward."""
+    with both(layout="fsdp2") as pair:
         pair.train_alone([0])
-        rms = pair.opt.stats()["update_rms"]
-        assert all(0.1 < value < 0.3 for name, value in rms.items() if "mlp.up" in name), rms
-        assert gathered(rms) == [rms] * world
-
-
-@distributed(2)
-def test_numbers_of_numpy_in_a_group_count_as_ones_own(rank, world):
-    """They are kept as Python's before anything travels: engines take nothing else."""
-    import numpy as np
-
-    with both(layout=FSDP2, muon={"ns_steps": 4}) as pair:
-        for group in pair.opt.param_groups:
-            group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
-        pair.train(range(2))
-        pair.check()
+        context = pair.model._get_fsdp_state()._comm_ctx
+        stream = context.all_gather_copy_in_stream = _Stream(pair.own.runtime.pipeline)
+        assert pair.pending
+        pair.loss(pair.model, 1, rank)
+        assert stream.seen[0] > stream.seen[-1] == 0

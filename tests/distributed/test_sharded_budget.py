@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from tests.accelerator import host_cannot_read
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.twins import Both, both, gathered, laid_out, mesh_of, sharded
+from tests.distributed.layouts import mesh_of, sharded
+from tests.distributed.twins import Both, both, laid_out
 from tests.transports import Clock, ClockTransport, RecordingTransport
 
 
@@ -139,77 +138,6 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
         assert abs(most - expected) <= 0.1 * expected + 8192, (most, expected, formula)
         assert abs(left) <= 0.01 * formula["newton_schulz"]
     own.close()
-
-
-@distributed(2)
-def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
-    """Neither with the number of matrices nor with what AdamW updates."""
-    for layers in (6, 18):  # the workspace of Newton-Schulz is there before
-        laid = sharded(build=partial(Wide, width=64, layers=layers))
-        with both(layout=laid, options={"min_buckets": layers}) as pair:
-            step_of(pair)
-            most, _ = peak_bytes(lambda pair=pair: step_and_wait(pair))
-            assert pair.opt.stats()["step_bytes"]["norms"] == 0 and most <= 16384, most
-    mostly_adamw = lambda: nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 32, bias=False))  # noqa: E731
-    with both(layout=sharded(build=mostly_adamw), only={"period": 2}) as pair:
-        for _ in range(2):  # a full step and a block step
-            step_of(pair)
-        for _ in range(2):
-            most, _ = peak_bytes(lambda: step_and_wait(pair))
-            assert most <= 0.1 * 4 * 2000 * 64, most
-
-
-# ---- operations --------------------------------------------------------------------------
-
-# Llama-8B's layer, each dim a 64th: q, k, v, o, gate, up, down.
-SHAPES = [(64, 64), (16, 64), (16, 64), (64, 64), (224, 64), (224, 64), (64, 224)]
-LAYERS = 32
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for n, shape in enumerate(SHAPES):
-            self.register_parameter(f"w{n}_weight", nn.Parameter(torch.randn(shape)))
-        for n in range(2):
-            self.register_parameter(f"norm{n}", nn.Parameter(torch.ones(64)))
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations on what a rank stores, views left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(t.__module__.endswith("_api") for t in types):
-            return NotImplemented  # a DTensor's: its local operations come by in turn
-        if not func.is_view:
-            self.calls.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("on_host", [True, False], ids=["host reads", "device decides"])
-@distributed(2)
-def test_a_step_takes_few_operations_however_many_matrices(rank, world, on_host):
-    """224 matrices; what Newton-Schulz itself takes (5 iterations of a batch) is in it."""
-    laid = sharded(build=lambda: nn.Sequential(*(Layer() for _ in range(LAYERS))))
-    with (
-        nullcontext() if on_host else host_cannot_read(),
-        both(layout=laid, only={"period": 2}) as pair,
-    ):
-        assert len(pair.matrices) == len(SHAPES) * LAYERS
-        for _ in range(2):
-            step_of(pair)
-        for most in (700, 800):  # of a full and of a block step
-            with Counter() as counter:
-                step_and_wait(pair)
-            calls = counter.calls
-            common = sorted((calls.count(name), name) for name in set(calls))[-12:]
-            assert len(calls) <= most, (len(calls), common)
 
 
 # ---- waiting -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -18,7 +17,9 @@ from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import CorruptionError, OwnershipError
+from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import Pools, distributed
+from tests.distributed.layouts import mesh_of
 from tests.distributed.test_checkpoints import (
     BATCHES,
     CASES,
@@ -26,6 +27,7 @@ from tests.distributed.test_checkpoints import (
     SAVED_AT,
     STEPS,
     Training,
+    cases,
 )
 
 
@@ -43,22 +45,35 @@ class Damped(dmuon.Rule):
         return update / (1 + state["size"] * state["count"].view(-1, 1, 1)).to(update.dtype)
 
 
-# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit. Where
-# an update is all but zero, rounding decides whether an element decays: one such step is tolerated.
-SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+# Settings, how far from the reference weights may be, and layouts. Momentum in bfloat16 rounds to
+# another neighbour where gradients differ in their last bit. Where an update is all but zero,
+# rounding decides whether an element decays: one such step is tolerated.
+SETTINGS: dict[str, tuple[dict[str, Any], float, list[str]]] = {
     "normuon": (
         {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 8e-4},
         1e-5,
+        list(CASES),
     ),
-    "narrow": ({"variant": Damped(0.7), "momentum_dtype": "bfloat16"}, 2e-3),
+    "narrow": (
+        {"variant": Damped(0.7), "momentum_dtype": "bfloat16"},
+        2e-3,
+        ["ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp3", "tp+fsdp", "ep"],
+    ),
 }
-NAMES = list(CASES)
+
+
+def small_model() -> ParallelModel:
+    return ParallelModel(width=14, hidden=6, layers=1, experts=4)
+
+
+def in_shards() -> Any:
+    return fully_shard(small_model(), mesh=mesh_of((2,)))
 
 
 def reference(settings: dict[str, Any]) -> dict[str, Tensor]:
     """The weights of one process after all steps."""
     torch.manual_seed(0)
-    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    model = small_model()
     opt = ReferenceMuon(model, **MUON | settings)
     for step in range(SAVED_AT + STEPS):
         for group in opt.param_groups + opt.adamw.param_groups:
@@ -76,62 +91,32 @@ def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[n] - w).abs().max()) for n, w in expected.items())
 
 
-def save(rank: int, world: int, name: str, folder: str, kind: str) -> float:
-    """A checkpoint on the way; how far the weights are from the reference's at the end."""
-    settings, _ = SETTINGS[kind]
-    training = Training(CASES[name], **settings)
-    training.train(range(SAVED_AT))
-    training.save(f"{folder}/{name}")
-    saved = training.whole()
-    if rank == 0:
-        torch.save(saved, f"{folder}/{name}.state.pt")
-    training.train(range(SAVED_AT, SAVED_AT + STEPS))
-    found = training.weights()
-    if rank == 0:
-        torch.save(found, f"{folder}/{name}.pt")
-    training.close()
-    return far(found, reference(settings))
-
-
-def load(rank: int, world: int, name: str, folder: str, kind: str, others: list[str]) -> float:
-    """Every checkpoint is taken over to the bit; how far going on from the last one leads."""
-    training = Training(CASES[name], seed=1, **SETTINGS[kind][0])
-    training.train(range(1))  # it has learnt something else
-    for other in others:
-        training.load(f"{folder}/{other}")
-        expected = torch.load(f"{folder}/{other}.state.pt")
-        for n, entry in training.whole()["optim"]["state"].items():
-            assert entry.keys() == expected["optim"]["state"][n].keys(), (name, other, n)
-            for key, value in entry.items():
-                assert torch.equal(value, expected["optim"]["state"][n][key]), (name, other, n, key)
-    training.train(range(SAVED_AT, SAVED_AT + STEPS))
-    found = far(training.weights(), torch.load(f"{folder}/{others[-1]}.pt"))
-    training.close()
-    return found
-
-
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_variants_follow_the_reference_and_their_state_goes_between_layouts(
     pools: Pools, tmp_path: Any, kind: str
 ) -> None:
-    """Each layout loads the checkpoints of three others, and goes on from its own to the bit."""
-    _, tolerance = SETTINGS[kind]
-    folder = str(tmp_path)
-    for name, case in CASES.items():
-        arguments = {"name": name, "folder": folder, "kind": kind}
-        distances = pools(case.world).run(__name__, "save", arguments)
-        assert max(distances) <= tolerance, (name, distances)
-    for number, name in enumerate(NAMES):
-        others = [NAMES[(number + n) % len(NAMES)] for n in (3, 5, 8, 0)]
-        arguments = {"name": name, "folder": folder, "kind": kind, "others": others}
-        distances = pools(CASES[name].world).run(__name__, "load", arguments)
-        assert distances == [0.0] * len(distances), (name, distances)
+    """Each layout loads the checkpoints of two others, and its own, from which it goes on to the
+    bit."""
+    settings, tolerance, names = SETTINGS[kind]
+    expected, arguments = reference(settings), {"folder": str(tmp_path), **settings}
+    module = Training.__module__
+    for name in names:
+        pools(CASES[name].world).run(module, "save", {"name": name, **arguments})
+        distance = far(torch.load(tmp_path / f"{name}.pt"), expected)
+        assert distance <= tolerance, (name, distance)
+    for number, name in enumerate(names):
+        others = [names[(number + n) % len(names)] for n in (5, 9, 0)]
+        asked = {"name": name, "others": others, **arguments}
+        ranks = pools(CASES[name].world).run(module, "load", asked)
+        for distances in ranks:
+            assert list(distances) == others and distances[name] == 0.0, (name, distances)
+            assert max(distances.values()) <= tolerance, (name, distances)
 
 
 def test_the_variants_are_no_muon() -> None:
     """Each option moves weights further than a distributed run may be from its reference."""
     options: dict[str, dict[str, Any]] = {}
-    for settings, _ in SETTINGS.values():
+    for settings, *_ in SETTINGS.values():
         options |= {name: {name: value} for name, value in settings.items()}
     decay = options.pop("weight_decay")
     options["cautious_weight_decay"] |= decay
@@ -152,28 +137,21 @@ WRONG = [
 
 @distributed(2)
 def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-
-    def sharded() -> torch.nn.Module:
-        model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
-        fully_shard(model, mesh=mesh)
-        return model
-
     def step(opt: dmuon.Muon, model: torch.nn.Module) -> None:
         loss_of(model, batch(0, rank)).backward()
         opt.step()
 
-    model = sharded()
+    model = in_shards()
     opt = dmuon.Muon(model, variant="normuon", period=3)
     with pytest.raises(OwnershipError, match=r"NorMuon.*needs whole rows.*period=1"):
         step(opt, model)
-    model = sharded()
-    dmuon.dedicate_params(model, mesh, planner=dmuon.PlannerOptions(co_owners=2))
+    model = in_shards()
+    dmuon.dedicate_params(model, planner=dmuon.PlannerOptions(co_owners=2))
     with pytest.raises(OwnershipError, match=r"has co-owners.*co_owners='off'"):
         dmuon.Muon(model, variant="normuon")
     # What state there is cannot change once it is made.
     for is_later in (False, True):
-        model = sharded()
+        model = in_shards()
         opt = dmuon.Muon(model)
         opt.report()
         if is_later:
@@ -185,16 +163,14 @@ def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
     for accept, message in WRONG:
         wrong = type("Wrong", (dmuon.Rule,), {"accept": lambda self, u, s, f=accept: f(u)})()
         with pytest.raises(ValueError, match=message):
-            dmuon.Muon(sharded(), variant=wrong).report()
+            dmuon.Muon(in_shards(), variant=wrong).report()
 
 
 @distributed(2)
 def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> None:
     """Of a step that is not finite nothing stays, and of a matrix without gradient neither."""
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
     torch.manual_seed(0)
-    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
-    fully_shard(model, mesh=mesh)
+    model = in_shards()
     opt = dmuon.Muon(model, variant="normuon")
 
     def moments() -> dict[Any, Tensor]:
@@ -214,7 +190,7 @@ def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> No
         next(p for p in model.parameters() if p.ndim == 2).grad.mul_(float("nan"))
     with pytest.warns(RuntimeWarning, match="was skipped") if rank == 0 else nullcontext():
         opt.step()
-    assert all(torch.equal(m, before[k]) for k, m in moments().items())
+    assert_bitwise(moments(), before)
     backward()
     name = "blocks.0.mix.weight"
     dict(model.named_parameters())[name].grad = None
@@ -224,8 +200,7 @@ def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> No
         assert torch.equal(m, before[k]) is (names[k] == name), names[k]
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "dedicated", "ddp"])
-@distributed(2)
+@cases("fsdp2", "dedicated", "ddp")
 def test_corruption_is_told_from_a_variant(rank: int, world: int, name: str) -> None:
     """`verify_every` knows what the variant makes of an update, and still finds a wrong weight."""
     training = Training(CASES[name], variant="normuon", verify_every=1)
@@ -246,9 +221,9 @@ def test_corruption_is_told_from_a_variant(rank: int, world: int, name: str) -> 
 @distributed(2)
 def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
     """Also a matrix that is unfrozen later: what is kept of the others stays."""
-    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    model = small_model()
     model.blocks[0].mix.weight.requires_grad_(False)
-    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
+    fully_shard(model, mesh=mesh_of((world,)))
     named = dict(model.named_parameters())
     late = named["blocks.0.mix.weight"]
     attention = [(n, p) for n, p in named.items() if "attention" in n]
@@ -275,11 +250,8 @@ def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
     assert sorted({float(c) for count in counts for c in count}) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("name", "world"), [("single", 1), ("fsdp2", 2), ("dedicated", 2)])
-@distributed()
-def test_torchs_options_give_and_take_what_a_variant_keeps(
-    rank: int, world: int, name: str
-) -> None:
+@cases("single", "fsdp2", "dedicated")
+def test_torchs_options_give_and_take_what_a_variant_keeps(rank, world, name):
     training = Training(CASES[name], variant="normuon")
     training.train(range(SAVED_AT))
     whole = training.whole()["optim"]["state"]
@@ -288,8 +260,7 @@ def test_torchs_options_give_and_take_what_a_variant_keeps(
         other = Training(CASES[name], seed=1, variant="normuon")
         other.train(range(1))
         other.put(saved, **options)
-        for n, entry in other.whole()["optim"]["state"].items():
-            assert all(torch.equal(v, whole[n][k]) for k, v in entry.items()), (options, n)
+        assert_bitwise(other.whole()["optim"]["state"], whole, str(options))
         other.close()
 
 
@@ -297,7 +268,7 @@ def test_torchs_options_give_and_take_what_a_variant_keeps(
 def test_what_a_variant_keeps_cannot_be_saved_by_one_rank(rank: int, world: int) -> None:
     own = dmuon.ReplicatedOptions(timeout_s=2.0)
     torch.manual_seed(0)
-    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    model = small_model()
     dmuon.dedicate_params(model, options=own)
     opt = dmuon.Muon(model, variant="normuon")
     for p in model.parameters():

@@ -9,27 +9,15 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import IN_TURN, layouts, shared
 from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
-from tests.distributed.twins import (
-    DDP,
-    FSDP,
-    FSDP2,
-    IN_TURN,
-    KEPT,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    both,
-    layouts,
-    sharded,
-)
+from tests.distributed.twins import both
 from tests.internals import Orthogonalizer
 
 
-@layouts(PLAIN, KEPT, FSDP, REDUCED, REDUCED_DDP, DDP)
-@distributed(2)
+@layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp")
 def test_right_steps_pass(rank, world, layout):
-    dtype = torch.bfloat16 if layout in (KEPT, REDUCED_DDP) else torch.float32
+    dtype = torch.bfloat16 if layout in ("dedicated kept", "reduced ddp") else torch.float32
     for build, more in ((Net, {}), (Pieces, IN_TURN)):
         muon, checked = {"ns_dtype": dtype}, {"verify_every": 1}
         with both(build, layout, muon=muon, only=checked, **more) as pair:
@@ -40,18 +28,13 @@ def test_right_steps_pass(rank, world, layout):
 
 
 @pytest.mark.parametrize("k", ["off", 2])
-@layouts("hsdp", "tp+fsdp", "ep+fsdp")
-@distributed(4)
+@layouts("hsdp", "tp+fsdp", "ep+fsdp", worlds=(4,))
 def test_right_steps_pass_in_shards(rank, world, layout, k):
     checked = {"verify_every": 3, "period": 2}
     case = {"muon": {"ns_dtype": torch.bfloat16}, "only": checked, "request": shared(k)}
     with both(layout=layout, **case) as pair:
         pair.train_alone(range(10))
         assert pair.opt._run.verified == 3
-
-
-def shared(k):
-    return {"planner": dmuon.PlannerOptions(co_owners=k), "solver": "auto"}
 
 
 @distributed(2)
@@ -63,13 +46,25 @@ def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
         return [update.mul_(1.5) for update in updates] if rank == 1 else updates
 
     with (
-        both(layout=FSDP2, only={"verify_every": 1}, request=shared(2)) as pair,
+        both(layout="fsdp2", only={"verify_every": 1}, request=shared(2)) as pair,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(Orthogonalizer, "run_together", broken)
         pair.backward(0)
         with pytest.raises(CorruptionError, match="by one of its co-owners, ranks 0, 1"):
             pair.opt.step()
+
+
+def told(pair, steps):
+    """What the first of these steps that finds corruption says."""
+    for step in steps:
+        pair.backward(step)
+        try:
+            pair.opt.step()
+        except CorruptionError as error:
+            return str(error)
+        pair.opt.zero_grad()
+    return ""
 
 
 def corrupted(pair, rank, launch):
@@ -85,25 +80,15 @@ def corrupted(pair, rank, launch):
     return broken
 
 
-@layouts(REDUCED, DDP)
-@distributed(2, 3)
+@layouts("reduced", "ddp", worlds=(2, 3))
 def test_a_replica_that_changed_is_named(rank, world, layout):
     with both(Net, layout, only={"verify_every": 2}) as pair:
         pair.train(range(18))
         (engine,) = pair.opt._run.engines
         engine.launch = corrupted(pair, rank, engine.launch)
-        seen = []
-        for step in range(18, 60):
-            pair.backward(step)
-            try:
-                pair.opt.step()
-            except CorruptionError as error:
-                seen.append(str(error))
-                break
-            pair.opt.zero_grad()
-        assert len(seen) == 1
+        text = told(pair, range(18, 60))
         # Of two that differ, each may be the one; the second computation tells.
-        assert "'mid.weight'" in seen[0] and "on rank 1" in seen[0], seen
+        assert "'mid.weight'" in text and "on rank 1" in text, text
         del engine.launch
 
 
@@ -115,7 +100,7 @@ def test_a_healthy_rank_is_never_named_alone(rank, world, what):
     for culprit in range(world):
         model = seeded(Net)
         opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32)
-        told, name = "", ""
+        text, name = "", ""
         for step in range(40):
             opt.zero_grad()
             loss_of(model, batch(step, 0)).backward()  # as if it had been averaged
@@ -130,15 +115,15 @@ def test_a_healthy_rank_is_never_named_alone(rank, world, what):
             try:
                 opt.step()
             except CorruptionError as error:
-                told = str(error)
+                text = str(error)
                 break
         opt.ownership.close()
         owner = opt.ownership.owner_of(name)
         # Another's momentum is of no use, and nobody looks at it.
-        if what == "weights" or culprit == owner or told:
-            assert name in told
+        if what == "weights" or culprit == owner or text:
+            assert name in text
             either = "on rank 0, 1: " if world == 2 else f"on rank {culprit}: "
-            assert f"on rank {culprit}: " in told or either in told, (told, culprit, owner)
+            assert f"on rank {culprit}: " in text or either in text, (text, culprit, owner)
 
 
 def wrong_results(run):
@@ -150,20 +135,11 @@ def wrong_results(run):
     return broken
 
 
-@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
-@distributed(2)
+@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
-    laid, told = sharded(build=Net) if layout == FSDP2 else layout, ""
-    with both(Net, laid, only={"verify_every": 1}) as pair:
+    with both(Net, layout, only={"verify_every": 1}) as pair:
         (engine,) = pair.opt._run.engines
         if rank == 1:
             engine._kernels.run = wrong_results(engine._kernels.run)
-        for step in range(40):
-            pair.backward(step)
-            try:
-                pair.opt.step()
-            except CorruptionError as error:
-                told = str(error)
-                break
-            pair.opt.zero_grad()
-    assert "rank 1" in told, told
+        text = told(pair, range(40))
+    assert "rank 1" in text, text

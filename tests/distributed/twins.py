@@ -14,11 +14,9 @@ Newton-Schulz runs in float32, and what differs is at most 1e-5.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -32,10 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
@@ -43,8 +40,17 @@ from dmuon.period import Schedule
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
-from dmuon.tools.parallel_models import CASES, ParallelCase, ParallelModel
-from tests.distributed.models import Net, Vocabulary, batch, loss_of, weights, wrap
+from tests.distributed.compare import TOLERANCE, assert_close, average_gradients, snapshot, whole
+from tests.distributed.layouts import (
+    LAYOUTS,
+    Layout,
+    data_mesh,
+    data_place,
+    in_ddp,
+    mesh_of,
+    shard_units,
+)
+from tests.distributed.models import batch, loss_of, weights
 from tests.internals import C10dTransport, Given, Request, Transport, assemble, mesh_topology
 from tests.transports import Event
 
@@ -53,143 +59,6 @@ from tests.transports import Event
 MUON: dict[str, Any] = {
     "lr": 0.02, "adamw_lr": 1e-3, "adamw_eps": 1e-6, "ns_dtype": torch.float32
 }  # fmt: skip
-TOLERANCE = 1e-5
-
-# ---- layouts ---------------------------------------------------------------------------------
-
-Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
-_REPLICATED = dmuon.ReplicatedOptions()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model lies over a mesh of ``mesh`` ranks (all of them on one axis if None).
-
-    ``wrap``: what the framework does before dmuon plans; ``own``: arguments of `dedicate_params`;
-    ``shard_rest``: FSDP2 shards what dmuon does not keep. Data differ along every axis but "tp".
-    """
-
-    mesh: tuple[int, ...] | None = None
-    axes: tuple[str, ...] = ("dp",)
-    wrap: Wrap = lambda model, mesh: model
-    own: Mapping[str, Any] = field(default_factory=dict)
-    shard_rest: bool = False
-    options: Any = _REPLICATED
-    build: Callable[[], nn.Module] = Net
-    from_first: bool = True  # every rank may start from other weights: those of the first count
-
-    @property
-    def world(self) -> int:
-        return math.prod(self.mesh or (2,))
-
-
-_SHARDED: dict[str, Any] = {"options": dmuon.ShardedOptions(), "from_first": False}
-
-
-def _sharded(case: ParallelCase) -> Layout:
-    return Layout(case.mesh_shape, case.axes, case.parallelize, build=case.build, **_SHARDED)
-
-
-def _at_owners(options: Any, **more: Any) -> Layout:
-    asked = {"layout": "dedicated"} if isinstance(options, dmuon.DedicatedOptions) else {}
-    return Layout(own={**asked, "options": options}, options=options, **more)
-
-
-def in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return wrap(model)
-
-
-# The `dedicated` layout, beside plain parameters and beside FSDP2's; its weights may be kept
-# between forward and backward. The `replicated` layout with momentum at the owners
-# (reduce_to_owner), on a plain module or under DistributedDataParallel, and with momentum
-# everywhere, under that or on a plain module, whose gradients the test averages. The others are
-# those of `dmuon.tools.parallel_models`, all of them sharded.
-PLAIN, KEPT, FSDP = "dedicated", "dedicated kept", "dedicated fsdp"
-REDUCED, REDUCED_DDP, DDP, BARE = "reduced", "reduced ddp", "ddp", "plain"
-FSDP2, HSDP = "fsdp2", "hsdp"
-
-REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
-LAYOUTS = {
-    PLAIN: _at_owners(dmuon.DedicatedOptions()),
-    KEPT: _at_owners(dmuon.DedicatedOptions(free_after_forward=False)),
-    FSDP: _at_owners(dmuon.DedicatedOptions(), shard_rest=True),
-    REDUCED: _at_owners(REDUCING),
-    REDUCED_DDP: _at_owners(REDUCING, wrap=in_ddp),
-    DDP: Layout(wrap=in_ddp),
-    BARE: Layout(from_first=False),
-    **{case.name: _sharded(case) for case in CASES},
-}
-DEDICATED = (PLAIN, KEPT, FSDP)
-AT_OWNERS = (*DEDICATED, REDUCED, REDUCED_DDP)
-
-
-# One owner after the other, where a good plan would keep equal shapes together: of `Pieces`.
-IN_TURN: dict[str, Any] = {
-    "select": {"splits": {"*qkv.weight": (8, 8, 12)}, "heads": {"*o_proj.weight": 4}},
-    "request": {"solver": "round_robin"},
-}
-
-
-def layouts(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layout", names)
-
-
-def mesh_of(shape: Sequence[int], axes: Sequence[str] | None = None) -> DeviceMesh:
-    """Over all ranks, on torch's default device."""
-    names = axes or (("replicate", "shard") if len(shape) == 2 else ("dp",))
-    device = torch.get_default_device().type
-    return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Without the axis of tensor parallelism."""
-    names = mesh.mesh_dim_names or ()
-    return mesh[tuple(name for name in names if name != "tp")] if "tp" in names else mesh
-
-
-def data_place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among those that have other data, and how many there are."""
-    rank, world, at = 0, 1, mesh.get_coordinate()
-    assert at is not None
-    for place, size, axis in zip(at, mesh.shape, mesh.mesh_dim_names or ("dp",) * mesh.ndim):
-        if axis != "tp":
-            rank, world = rank * size + place, world * size
-    return rank, world
-
-
-def sharded(*shape: int, build: Callable[[], nn.Module] = ParallelModel, **policy: Any) -> Layout:
-    """FSDP2 (HSDP, of two sizes), every block and the root a unit; ``policy``: arguments of
-    `fully_shard`."""
-    axes = ("dp",) if len(shape) < 2 else ("replicate", "shard")
-    shard = partial(shard_units, **policy)
-    return Layout(shape or None, axes, shard, build=build, **_SHARDED)
-
-
-def shard_units(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
-    """FSDP2 on the blocks, then on the root."""
-    for module in (*getattr(model, "blocks", ()), model):
-        fully_shard(module, mesh=mesh, **policy)
-    return model
-
-
-def vocabulary(*shape: int) -> Layout:
-    """`Vocabulary` on a mesh of data, data and tensor, or replicas, data and tensor parallelism."""
-    plan = {
-        "wte": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.0.0": ColwiseParallel(use_local_output=False),
-        "blocks.0.2": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-    axes = ("dp",) if len(shape) == 1 else ("replicate", "dp", "tp")[-len(shape) :]
-
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if "tp" in axes:
-            parallelize_module(model, mesh["tp"], plan)
-        return shard_units(model, data_mesh(mesh))
-
-    return Layout(shape, axes, parallelize, build=Vocabulary, **_SHARDED)
-
 
 # ---- the reference -----------------------------------------------------------------------------
 
@@ -279,87 +148,6 @@ def grouped_references(
             reference.number = number
         found += made
     return found
-
-
-def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace gradients by their means over all ranks, in one all-reduce; None where no rank has
-    one."""
-    params = list(model.parameters())
-    held = [p.grad is not None for p in params]
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    flat = torch.cat([torch.tensor(held), *(part.double().flatten() for part in parts)])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    anywhere, *means = flat.split([len(params), *(p.numel() for p in params)])
-    for p, mean, found in zip(params, means, anywhere.tolist(), strict=True):
-        p.grad = mean.view_as(p).to(p.dtype) if found else None
-
-
-# ---- comparing -----------------------------------------------------------------------------------
-
-
-def whole(model: nn.Module, own: dmuon.Ownership | None = None) -> dict[str, Tensor]:
-    """Copies of the full weights; a collective call."""
-    with nullcontext() if own is None else own.materialized(model):
-        return {n: whole_tensor(p).clone() for n, p in trainable_parameters(model)}
-
-
-def snapshot(model: nn.Module, opt: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of what this rank stores of weights and optimizer state."""
-    found = [local_tensor(p).clone() for p in model.parameters()]
-    for p in model.parameters():
-        for value in opt.state[p].values() if p in opt.state else ():
-            found.append(local_tensor(torch.as_tensor(value)).clone())
-    return found
-
-
-def gathered(value: Any) -> list[Any]:
-    """``value`` of every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def assert_close(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE
-) -> None:
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        difference = (weight.double() - expected[name].double()).abs()
-        assert bool((difference <= tolerance).all()), f"{name} is {difference.max()} off"
-
-
-def assert_bitwise(found: Any, expected: Any, what: str = "") -> None:
-    """Mappings, sequences and tensors, wherever these lie."""
-    if isinstance(expected, Tensor):
-        assert torch.equal(local_tensor(found), local_tensor(expected)), what
-    elif isinstance(expected, Mapping):
-        assert found.keys() == expected.keys(), what
-        for key, value in expected.items():
-            assert_bitwise(found[key], value, f"{what} {key}")
-    elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected), what
-        for one, other in zip(found, expected, strict=True):
-            assert_bitwise(one, other, what)
-    else:
-        assert found == expected, what
-
-
-def is_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
-
-
-def assert_equal_on_all_ranks(model: nn.Module) -> None:
-    """Bitwise, for every parameter."""
-    for name, p in trainable_parameters(model):
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(p.detach(), first), f"{name} differs from rank 0's"
 
 
 # ---- the fixture -----------------------------------------------------------------------------
@@ -526,7 +314,7 @@ def planned(
 
 
 def laid_out(
-    layout: str | Layout = FSDP2,
+    layout: str | Layout = "fsdp2",
     build: Callable[[], nn.Module] | None = None,
     *,
     mesh: Sequence[int] | DeviceMesh | Callable[[], DeviceMesh] | None = None,
@@ -552,7 +340,7 @@ def laid_out(
 @contextmanager
 def both(
     build: Callable[[], nn.Module] | None = None,
-    layout: str | Layout = PLAIN,
+    layout: str | Layout = "dedicated",
     *,
     options: dict[str, Any] | None = None,
     select: dict[str, Any] | None = None,
@@ -607,12 +395,24 @@ def both(
         refs = [BlockReference(twin, holders, **block, **settings, **select)]
     else:
         refs = [ReferenceMuon(twin, **settings, **select)]
-    more.setdefault("averages", laid is LAYOUTS[BARE])
+    more.setdefault("averages", laid is LAYOUTS["plain"])
     try:
         yield Both(model, twin, opt, refs, mesh, outer, **more)
     finally:
         if own is not None:
             own.close()
+
+
+def scheduled(pair: Both, factors: Sequence[Callable[[int], float]]) -> Callable[[], None]:
+    """A schedule for each group of `both`; calling this advances them."""
+    schedules = [LambdaLR(pair.opt, list(factors))]
+    schedules += [LambdaLR(ref, factors[ref.number]) for ref in pair.refs]
+
+    def advance() -> None:
+        for schedule in schedules:
+            schedule.step()
+
+    return advance
 
 
 def follow(build: Callable[[], nn.Module] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -681,9 +481,11 @@ class Trained:
 
 class Rows(dict[str, tuple[int, tuple[str | Layout, ...], dict[str, Any]]]):
     """A table of what must follow the reference: by name, on how many ranks, in which layouts, and
-    the arguments of `follow`, among them any of `dmuon.Muon` (``muon``, ``only``)."""
+    the arguments of `follow`, among them any of `dmuon.Muon` (``muon``, ``only``). Without
+    layouts: the dedicated one."""
 
     def add(self, name: str, *layouts: str | Layout, world: int = 0, **case: Any) -> None:
+        layouts = layouts or ("dedicated",)
         first = LAYOUTS[layouts[0]] if isinstance(layouts[0], str) else layouts[0]
         self[name] = world or first.world, layouts, case
 

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 import dmuon
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
-from dmuon.scheduler.costs import (
-    ANALYTIC_DEVICES,
-    CostTable,
-)
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
 from dmuon.scheduler.greedy import longest_first, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import Problem, Shape, build_problem

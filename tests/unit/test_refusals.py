@@ -17,15 +17,7 @@ from torch.optim.lr_scheduler import LinearLR
 import dmuon
 from dmuon.__main__ import main
 from dmuon.types import OwnershipError
-from tests.unit.models import (
-    Block,
-    TinyGPT,
-    assert_bitwise,
-    clone,
-    tokens,
-    train,
-    weights,
-)
+from tests.unit.models import Block, TinyGPT, assert_bitwise, clone, tokens, train, weights
 from tests.unit.test_single_process import SETTINGS, backward, dedicated, tied
 
 LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])

@@ -1,4 +1,4 @@
-"""What can go wrong in the owners' layouts, and how it is told; exceptions; the meta device."""
+"""The `dedicated` layout from outside: weights read, written, saved; mistakes, exceptions."""
 
 from __future__ import annotations
 
@@ -10,28 +10,122 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
+from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
+from tests.distributed.compare import assert_bitwise, gathered, our_hooks, whole
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, seeded, weights
-from tests.distributed.twins import (
-    FSDP,
-    MUON,
-    PLAIN,
-    REDUCED,
-    REDUCED_DDP,
-    Both,
-    both,
-    gathered,
-    largest_difference,
-    mesh_of,
-    shard_units,
-    whole,
+from tests.distributed.layouts import DEDICATED, IN_TURN, layouts, mesh_of, shard_units
+from tests.distributed.models import Net, Pieces, batch, seeded, weights
+from tests.distributed.twins import MUON, Both, both
+
+# ---- reading and writing ---------------------------------------------------------------------
+
+
+@layouts("dedicated", "dedicated fsdp")
+def test_weights_can_be_read_inside_materialized_only(rank, world, layout):
+    with both(Net, layout) as pair:
+        pair.train(range(2))
+        model, named = pair.model, dict(pair.model.named_parameters())
+        expected = weights(pair.twin)
+        for name in pair.matrices:
+            full = pair.own.shape_of(name)
+            owned = pair.own.owner_of(name) == rank
+            with pair.own.materialized(model.get_submodule(name.rpartition(".")[0])):
+                assert named[name].shape == full == expected[name].shape
+                assert float((named[name] - expected[name]).abs().max()) <= 1e-5, name
+                assert named[name] is dict(model.named_parameters())[name]
+            assert (named[name].numel() > 0) == owned, name
+        with pair.own.materialized(model.blocks[0]):
+            with pair.own.materialized(model):
+                assert model.blocks[1].up.weight.shape == (56, 24)
+            assert model.blocks[0].up.weight.shape == (56, 24)
+        pair.train([2])
+        pair.check()
+
+
+@torch.no_grad()
+def rewrite(model, seed):
+    torch.manual_seed(seed)  # the same on every rank
+    if isinstance(model, Pieces):
+        nn.init.normal_(model.blocks[0].qkv.weight, std=0.2)  # of several owners
+        model.blocks[1].o_proj.weight.mul_(0.5)
+        model.blocks[1].w1[1:3] += 0.25
+    else:
+        nn.init.normal_(model.blocks[0].up.weight, std=0.2)
+        nn.init.orthogonal_(model.blocks[1].down.weight)
+        model.mid.weight.mul_(0.5)
+        model.blocks[2].up.weight[3:5] = 0.25
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "world"),
+    [*((name, None, 2) for name in DEDICATED), ("dedicated", (2, 2), 4)],
 )
-from tests.transports import RecordingTransport
+@distributed()
+def test_what_is_written_inside_materialized_persists(rank, world, layout, mesh):
+    """And reaches every replica."""
+    for build, more in ((Net, {}), (Pieces, IN_TURN)):
+        with both(build, layout, mesh=mesh, **more) as pair:
+            for step in range(3):
+                with pair.own.materialized(pair.model):
+                    rewrite(pair.model, step)
+                rewrite(pair.twin, step)
+                pair.check(1e-5 if step else 0.0)
+                pair.train([step])
+            pair.check()
+
+
+# ---- closing ---------------------------------------------------------------------------------
+
+
+def assert_ordinary(model, twin):
+    """Whole trained weights on this rank, in a model that nothing of dmuon is left in."""
+    expected = dict(twin.named_parameters())
+    for name, p in model.named_parameters():
+        assert p.shape == expected[name].shape, name
+        if not is_distributed(p):
+            assert float((p - expected[name]).abs().max()) <= 1e-5, name
+    assert our_hooks(model) == []
+
+
+@layouts(*DEDICATED)
+def test_closing_makes_the_model_ordinary_again(rank, world, layout):
+    with both(Net, layout) as pair:
+        pair.train(range(3))
+        pair.own.close()
+        pair.own.close()
+        assert_ordinary(pair.model, pair.twin)
+        if layout == "dedicated fsdp":
+            return
+        if rank:  # no collective any more: one rank alone can use it
+            pair.assert_same_loss(9)
+        with pytest.raises(DmuonError, match="closed"):
+            pair.opt.step()
+
+
+@distributed(2)
+def test_closing_at_any_time_and_dedicating_again(rank, world):
+    with both() as pair:
+        pair.own.close()  # before any step
+        assert_ordinary(pair.model, pair.twin)
+        for begin in (0, 2):
+            again = {"layout": "dedicated", "solver": "greedy"}
+            dmuon.dedicate_params(pair.model, mesh_of((world,)), **again)
+            pair.opt = dmuon.Muon(pair.model, **MUON)
+            pair.refs = [ReferenceMuon(pair.twin, **MUON)]
+            pair.train(range(begin, begin + 2))
+            pair.backward(9)  # gradients that no step takes
+            pair.own.close()
+            assert_ordinary(pair.model, pair.twin)
+            pair.model.zero_grad()
+    model = seeded()
+    own = dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
+    own.close()  # without an optimizer
+    assert_ordinary(model, seeded())
+
 
 # ---- fully_shard -------------------------------------------------------------------------
 
@@ -79,21 +173,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     pair.train(range(2))
     pair.check()
     own.close()
-
-
-@distributed(2)
-def test_what_the_layout_cannot_be_laid_over(rank, world):
-    with pytest.raises(OwnershipError, match="constructor refuses the placeholders"):
-        dmuon.dedicate_params(
-            DistributedDataParallel(seeded(), find_unused_parameters=True), layout="dedicated"
-        )
-    model = seeded()
-    fully_shard(model, mesh=mesh_of((world,)))
-    with pytest.raises(OwnershipError, match="after fully_shard"):
-        dedicated(model, world)
-    with pytest.raises(TypeError, match="must be DedicatedOptions"):
-        dmuon.dedicate_params(seeded(), layout="dedicated", options=dmuon.ShardedOptions())
-    own = dmuon.dedicate_params(seeded(), mesh_of((world,)), layout="replicated")
+    own = dmuon.dedicate_params(seeded(), layout="replicated")
     with pytest.raises(OwnershipError, match="belongs to layout='dedicated'"):
         own.ignored_by_fully_shard().__enter__()
     own.close()
@@ -129,12 +209,12 @@ def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused
         assert copy.deepcopy(model).mid.weight.shape == (18, 24)
         model.load_state_dict(other.state_dict())
         saved = copy.deepcopy(model.state_dict())
-    assert largest_difference(saved, other.state_dict()) == 0
+    assert_bitwise(saved, other.state_dict())
     by_rows = model.state_dict()["mid.weight"]
     assert by_rows.to_local().shape == (9, 24)
     assert torch.equal(by_rows.full_tensor(), other.mid.weight)
     model.load_state_dict(seeded(seed=2).state_dict())  # whole, on every rank
-    assert largest_difference(whole(model, own), weights(seeded(seed=2))) == 0
+    assert_bitwise(whole(model, own), weights(seeded(seed=2)))
     model.blocks[0].load_state_dict(other.blocks[0].state_dict())
     model.load_state_dict({"mid.weight": by_rows}, strict=False)
     found = whole(model, own)
@@ -142,13 +222,13 @@ def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused
     assert torch.equal(found["blocks.0.up.weight"], other.blocks[0].up.weight)
     with pytest.raises(RuntimeError, match=r"size mismatch for mid\.weight: \[3, 3\] was saved"):
         model.load_state_dict({"mid.weight": torch.zeros(3, 3)}, strict=False)
-    assert largest_difference(whole(model, own), found) == 0
+    assert_bitwise(whole(model, own), found)
     with pytest.raises(OwnershipError, match="assign=True"):
         model.blocks[0].load_state_dict(other.blocks[0].state_dict(), assign=True)
     assert torch.equal(whole(model, own)["blocks.0.up.weight"], found["blocks.0.up.weight"])
     model.load_state_dict(other.state_dict())
     own.close()
-    assert largest_difference(weights(model), weights(other)) == 0
+    assert_bitwise(weights(model), weights(other))
 
 
 @distributed(3)
@@ -180,7 +260,7 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
             alone = RuntimeError if change is another_shape else ConsensusError
             with pytest.raises(alone if rank == culprit else ConsensusError, match=told):
                 model.load_state_dict(state)
-            assert largest_difference(matrices(), before) == 0
+            assert_bitwise(matrices(), before)
     state = other.state_dict()
     another_shape(state)
     with pytest.raises(RuntimeError, match="size mismatch for mid"):
@@ -189,7 +269,7 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
     state["net.blocks.0.norm.weight"] = torch.zeros(3)  # which torch finds
     with pytest.raises(RuntimeError, match=r"net\.blocks\.0\.norm"):
         model.load_state_dict(state)
-    assert largest_difference(matrices(), before) == 0
+    assert_bitwise(matrices(), before)
     state = other["net"].state_dict()
     del state["mid.weight"]
     options = StateDictOptions(full_state_dict=True)
@@ -197,73 +277,10 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
         set_model_state_dict(net, state, options=options)
     # What cut a call off does not stay.
     model.load_state_dict(other.state_dict())
-    assert largest_difference(whole(net, own), weights(other["net"])) == 0
+    assert_bitwise(whole(net, own), weights(other["net"]))
     net.mid.load_state_dict(seeded(seed=2).mid.state_dict())
     own.close()
     assert torch.equal(net.mid.weight, seeded(seed=2).mid.weight)
-
-
-def assigned(model):
-    model.mid.weight.data = torch.randn(18, 24)
-
-
-CHANGED = [
-    (lambda model: model.bfloat16(), r"is now .* torch\.bfloat16 .* Move or convert"),
-    (assigned, r"mid\.weight.* by an assignment to its data"),
-]
-
-
-@distributed(2)
-def test_other_values_and_dtypes_are_an_error_on_every_rank(rank, world):
-    for change, told in CHANGED:
-        model = seeded()
-        dedicated(model, world)
-        change(model)
-        with pytest.raises(OwnershipError, match=told):
-            model(batch(0, rank)[0])
-
-
-@distributed(2)
-def test_a_parameter_that_was_replaced(rank, world):
-    """It would never be trained again; told on every rank before a step sends anything."""
-    for layout, names in {
-        PLAIN: ("mid.weight", "blocks.1.up.weight", "blocks.0.norm.weight"),
-        FSDP: ("mid.weight", "blocks.1.up.weight"),
-        REDUCED: ("mid.weight", "blocks.0.norm.weight"),
-        REDUCED_DDP: ("mid.weight", "blocks.0.norm.weight"),
-    }.items():
-        for name in names:
-            with both(Net, layout, transport=RecordingTransport) as pair:
-                pair.train([0])
-                path, _, local = name.rpartition(".")
-                torch.manual_seed(1)
-                other = nn.Parameter(torch.randn(pair.own.shape_of(name)) / 10)
-                setattr(pair.bare.get_submodule(path), local, other)
-                pair.backward(1)
-                sent = len(pair.events)
-                with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
-                    pair.opt.step()
-                # The others have to know.
-                assert [event.tag for event in pair.events[sent:]] == ["verdict"]
-
-
-@distributed(2)
-def test_weights_that_were_moved_are_followed(rank, world):
-    with both() as pair:
-        for p in pair.model.parameters():
-            p.data = p.data.clone()  # what model.to() does, to the same device
-        pair.train(range(2))
-        pair.check()
-
-
-@distributed(2)
-def test_a_step_between_forward_and_backward_is_an_error(rank, world):
-    with both() as pair:
-        early = pair.loss(pair.model, 0, rank)
-        pair.backward(1)
-        pair.opt.step()
-        with pytest.raises(DmuonError, match="between this forward pass and its backward"):
-            early.backward()
 
 
 # ---- exceptions --------------------------------------------------------------------------
@@ -291,11 +308,11 @@ def fail_in(phase):
 @pytest.mark.parametrize(
     "layout, phase, who",
     [
-        (PLAIN, "forward", "all"),
-        (PLAIN, "forward", "one"),
-        (PLAIN, "backward", "all"),
-        (REDUCED, "backward", "all"),
-        (REDUCED, "backward", "one"),
+        ("dedicated", "forward", "all"),
+        ("dedicated", "forward", "one"),
+        ("dedicated", "backward", "all"),
+        ("reduced", "backward", "all"),
+        ("reduced", "backward", "one"),
     ],
 )
 @distributed(2)
