@@ -251,42 +251,39 @@ def test_every_form_trains_as_the_reference(form):
     assert_within(weights(model), weights(twin), 1e-5)
 
 
-ALL_FORMS = FORMS | {"module": lambda m: m}
+ALL_FORMS = FORMS | {
+    "module": lambda m: m,
+    "roles": lambda m: [
+        {"params": [p for n, p in m.named_parameters() if ("blocks" in n and p.ndim > 1) is muon],
+         "use_muon": muon} for muon in (True, False)
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
-def test_parameters_that_a_framework_puts_into_the_groups_are_trained(form):
-    """Those of a copy, while the module lives that the optimizer was made of."""
+@pytest.mark.parametrize("where", ["groups", "module", "both"])
+def test_parameters_that_a_framework_exchanges_are_trained(where, form):
+    """In the groups, for those of a copy, while the module lives that the optimizer was made of; in
+    the module alone, as `fully_shard` and `to_empty` do; in both, as accelerate does."""
     model = TinyGPT()
     opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
-    trained = copy.deepcopy(model)
-    others = dict(zip(model.parameters(), trained.parameters(), strict=True))
+    trained = copy.deepcopy(model) if where == "groups" else model
     before = weights(model)
-    for group in opt.param_groups:
-        group["params"] = [others[p] for p in group["params"]]
+    made = {}
+    for module, its in zip(model.modules(), trained.modules(), strict=True):
+        for name, p in list(module.named_parameters(recurse=False)):
+            made[p] = nn.Parameter(p.detach().clone())
+            setattr(its, name, made[p])
+    if where != "module":
+        for group in opt.param_groups:
+            group["params"] = [made[p] for p in group["params"]]
     twin = clone(trained)
     train(trained, opt, tokens(), range(2))
     train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
     assert_bitwise(weights(trained), weights(twin))
-    assert_bitwise(weights(model), before)
-
-
-def replace_all(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(p.detach().clone()))
-
-
-@pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
-def test_parameters_that_no_module_holds_any_more_are_exchanged(form):
-    """As `fully_shard` and `to_empty` replace them."""
-    model = TinyGPT()
-    opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
-    replace_all(model)
-    twin = clone(model)
-    train(model, opt, tokens(), range(2))
-    train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
-    assert_bitwise(weights(model), weights(twin))
+    assert opt.state.keys() == set(trained.parameters())
+    if where == "groups":
+        assert_bitwise(weights(model), before)
 
 
 # ---- where no module holds them ----------------------------------------------------------
