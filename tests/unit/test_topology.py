@@ -85,18 +85,15 @@ def test_slots_nodes_columns_and_the_order_agree(nodes, names):
     assert Topology.on_nodes((len(nodes),), ("dp",), renamed) == topology
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "node_of"),
-    [
-        ([0, 0, 1, 1], 2, ()),
-        ([3, 3, 3, 1], 3, ()),  # the last node may be smaller
-        ([0, 0, 0, 0], 4, ()),
-        ([0, 1, 2], 1, ()),
-        ([0, 1, 1, 1], 3, (0, 1, 1, 1)),  # another may not
-        ([5, 2, 5, 2], 2, (0, 1, 0, 1)),
-        ([0, 0, 1, 2, 2], 2, (0, 0, 1, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "per_node", "node_of"), [
+    ([0, 0, 1, 1], 2, ()),
+    ([3, 3, 3, 1], 3, ()),  # the last node may be smaller
+    ([0, 0, 0, 0], 4, ()),
+    ([0, 1, 2], 1, ()),
+    ([0, 1, 1, 1], 3, (0, 1, 1, 1)),  # another may not
+    ([5, 2, 5, 2], 2, (0, 1, 0, 1)),
+    ([0, 0, 1, 2, 2], 2, (0, 0, 1, 2, 2)),
+])  # fmt: skip
 def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
     topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
     assert (topology.ranks_per_node, topology.node_of) == (per_node, node_of)
@@ -104,24 +101,19 @@ def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
         assert topology == Topology.flat(len(nodes), ranks_per_node=per_node)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 1)),
-        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 2, 2)),
-        lambda: Topology((3,), ("dp",), 2, "cpu", (1, 1, 2)),
-        lambda: Topology((3,), ("dp",), 3, "cpu", (0, 1, 1)),
-        lambda: Topology.on_nodes((3,), ("dp",), [0, 0]),
-        lambda: Topology((), (), 1),
-        lambda: Topology((2, 0), ("a", "b"), 1),
-        lambda: Topology((2, 2), ("a",), 1),
-        lambda: Topology((2,), ("a",), 0),
-        lambda: Topology.on_nodes((2, 2), ("a", "b"), [0, 0, 0, 0, 0]),
-    ],
-)
-def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make):
+@pytest.mark.parametrize(("make", "arguments"), [
+    *((Topology, ((3,), ("dp",), 2, "cpu", nodes)) for nodes in ((0, 1), (0, 2, 2), (1, 1, 2))),
+    (Topology, ((3,), ("dp",), 3, "cpu", (0, 1, 1))),
+    (Topology, ((), (), 1)),
+    (Topology, ((2, 0), ("a", "b"), 1)),
+    (Topology, ((2, 2), ("a",), 1)),
+    (Topology, ((2,), ("a",), 0)),
+    (Topology.on_nodes, ((3,), ("dp",), [0, 0])),
+    (Topology.on_nodes, ((2, 2), ("a", "b"), [0, 0, 0, 0, 0])),
+])  # fmt: skip
+def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make, arguments):
     with pytest.raises(ValueError):
-        make()
+        make(*arguments)
 
 
 # ---- where ranks sit ---------------------------------------------------------------------
@@ -133,15 +125,12 @@ def test_local_world_size(monkeypatch, text, size):
     if text is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     assert local_world_size() == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-2", "eight", "4.0", "8 ", "²"])
-def test_a_local_world_size_that_makes_no_sense(monkeypatch, text):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(DmuonError) as error:
-        local_world_size()
-    for word in ("LOCAL_WORLD_SIZE", repr(text), "PlannerOptions(ranks_per_node=...)"):
-        assert word in str(error.value)
+    for wrong in ("", "0", "-2", "eight", "4.0", "8 ", "²"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
+        with pytest.raises(DmuonError) as error:
+            local_world_size()
+        for word in ("LOCAL_WORLD_SIZE", repr(wrong), "PlannerOptions(ranks_per_node=...)"):
+            assert word in str(error.value)
 
 
 @pytest.fixture
@@ -170,31 +159,32 @@ def test_all_ranks_without_a_mesh(sixteen_ranks, monkeypatch):
     assert topology_of() == Topology.flat(16)
 
 
-def test_a_mesh_of_replicas_and_shards(sixteen_ranks):
-    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
-    assert topology_of(mesh) == Topology((2, 8), ("replicate", "shard"), 4)
-    assert topology_of(init_device_mesh("cpu", (2, 8))).axes == ("axis0", "axis1")
+def test_one_process_alone_reads_no_environment(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
+    assert topology_of(world=1) == Topology.flat(1)
 
 
-def test_a_mesh_with_gaps_lies_where_its_ranks_are(sixteen_ranks):
-    """The dp axis of dp x tp: global ranks 0, 2, 4, ... so two of them on a node of four."""
-    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
-    assert topology_of(mesh["dp"], world=8) == Topology((8,), ("dp",), 2)
-    assert topology_of(mesh["tp"], world=2) == Topology((2,), ("tp",), 2)
-    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
-    assert topology_of(mesh["dp"], world=2) == Topology((2,), ("dp",), 1)
-    assert topology_of(mesh["dp"], world=2, ranks_per_node=16).nodes == 1
+@pytest.mark.parametrize(("shape", "axes", "axis", "options", "expected"), [
+    ((2, 8), ("replicate", "shard"), None, {}, Topology((2, 8), ("replicate", "shard"), 4)),
+    ((2, 8), None, None, {}, Topology((2, 8), ("axis0", "axis1"), 4)),
+    # The dp axis of dp x tp: global ranks 0, 2, 4, ... so two of them on a node of four.
+    ((8, 2), ("dp", "tp"), "dp", {}, Topology((8,), ("dp",), 2)),
+    ((8, 2), ("dp", "tp"), "tp", {}, Topology((2,), ("tp",), 2)),
+    ((2, 8), ("dp", "tp"), "dp", {}, Topology((2,), ("dp",), 1)),
+    ((2, 8), ("dp", "tp"), "dp", {"ranks_per_node": 16}, Topology((2,), ("dp",), 2)),
+])  # fmt: skip
+def test_a_mesh_lies_where_its_ranks_are(sixteen_ranks, shape, axes, axis, options, expected):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    mesh = mesh if axis is None else mesh[axis]
+    assert topology_of(mesh, world=mesh.size(), **options) == expected
 
 
-def test_a_mesh_on_nodes_of_unequal_size(sixteen_ranks):
-    """Ranks 3 to 10: one on node 0, four on node 1, three on node 2."""
+def test_groups_of_some_ranks_lie_on_nodes_of_unequal_size(sixteen_ranks):
+    """Ranks 3 to 10: one on node 0, four on node 1, three on node 2. And of a wrapped model."""
     mesh = dist.device_mesh.DeviceMesh("cpu", list(range(3, 11)), mesh_dim_names=("dp",))
     topology = topology_of(mesh, world=8)
     assert topology.node_of == (0, 1, 1, 1, 1, 2, 2, 2)
     assert topology.slots() == ((0,), (1, 2, 3, 4), (5, 6, 7))
-
-
-def test_the_group_of_a_wrapped_model(sixteen_ranks):
     group = dist.new_group([0, 4, 5, 12])
     wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
     assert topology_of(model=wrapped, world=4).node_of == (0, 1, 1, 2)
@@ -207,12 +197,6 @@ def test_a_mesh_of_other_devices_is_refused(sixteen_ranks, monkeypatch):
     monkeypatch.setattr(type(mesh), "device_type", "cuda")
     with pytest.raises(OwnershipError, match="'cuda' devices but the model is on cpu"):
         topology_of(mesh, nn.Linear(2, 2))
-
-
-def test_one_process_alone_reads_no_environment(monkeypatch):
-    assert not dist.is_initialized()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
-    assert topology_of(world=1) == Topology.flat(1)
 
 
 # ---- process groups where communicators are split ------------------------------------------------
