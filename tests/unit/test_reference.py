@@ -153,11 +153,8 @@ def test_the_rest_is_torch_adamw_bitwise():
     train(model, ours, tokens(), range(6))
     train(twin, theirs, tokens(), range(6))
     assert_bitwise(dict(model.named_parameters()), dict(twin.named_parameters()))
-
-
-def test_adamw_inherits_rate_and_decay_by_default():
     group = ReferenceMuon(TinyGPT(), lr=0.02, weight_decay=0.3).adamw.param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3)
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3), "by default they are Muon's"
 
 
 def test_parameters_without_gradient_are_skipped():

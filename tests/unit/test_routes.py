@@ -235,19 +235,11 @@ def test_one_group_leaves_the_batches_whole():
 # ---- publish buckets ---------------------------------------------------------------------
 
 
-units_lists = st.lists(
-    st.builds(
-        Unit,
-        owner=st.integers(0, 3),
-        group=st.just(0),
-        matrices=st.integers(1, 3).map(lambda n: tuple(range(n))),
-        rows=st.integers(1, 6),
-        cols=st.integers(1, 6),
-        ms=st.floats(0, 4, width=16),
-    ),
-    min_size=1,
-    max_size=12,
-)
+units_lists = st.lists(st.builds(
+    Unit, owner=st.integers(0, 3), group=st.just(0), rows=st.integers(1, 6),
+    matrices=st.integers(1, 3).map(lambda n: tuple(range(n))), cols=st.integers(1, 6),
+    ms=st.floats(0, 4, width=16),
+), min_size=1, max_size=12)  # fmt: skip
 
 
 @settings(max_examples=120)
