@@ -498,19 +498,16 @@ def test_zero_grad_drops_what_the_owner_has_accumulated(set_to_none, form):
 def test_a_step_without_a_backward_before_it_changes_nothing(form):
     model = TinyGPT()
     _, opt = dedicated(model, **form)
-
-    def changes_nothing() -> None:
+    for between in (
+        lambda: None,
+        lambda: (backward(model, 0), opt.zero_grad()),
+        lambda: train(model, opt, tokens(), [0]),
+    ):
+        between()
+        assert all(p.grad is None for p in model.parameters())
         before = weights(model)
         opt.step()
         assert_bitwise(weights(model), before)
-
-    changes_nothing()
-    backward(model, 0)
-    opt.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    changes_nothing()
-    train(model, opt, tokens(), [0])
-    changes_nothing()
 
 
 def test_matrix_gradients_leave_p_grad_after_backward_and_count_once():
@@ -560,14 +557,6 @@ def test_a_backward_that_raises_leaves_the_next_one_intact(form):
     pair.opt.zero_grad()
     pair.train(range(2))
     pair.assert_same()
-
-
-@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}])
-def test_clipping_checks_its_arguments(wrong):
-    model = TinyGPT()
-    dedicated(model)
-    with pytest.raises(ValueError, match="max_norm"):
-        dmuon.clip_grad_norm_(model, **wrong)
 
 
 # ---- reading weights ---------------------------------------------------------------------
@@ -690,19 +679,19 @@ def test_master_weights_are_float32_training_rounded_for_display(form):
 
 @FORMS
 def test_master_weights_keep_updates_that_bf16_would_lose(form):
-    def moved(master_weights: bool) -> float:
+    for master_weights in (False, True):
         model = tree({"a.weight": (8, 8)}).bfloat16()
         model.a.weight.data.fill_(1.0)
-        _, opt = dedicated(model, lr=1e-4, weight_decay=0.0, master_weights=master_weights, **form)
+        how = {"lr": 1e-4, "weight_decay": 0.0, "master_weights": master_weights, **form}
+        told = nullcontext() if master_weights else pytest.warns(RuntimeWarning, match="rounded aw")
+        with told:
+            _, opt = dedicated(model, **how)
         for _ in range(100):
             model.a.weight.grad = torch.eye(8, dtype=torch.bfloat16)
             opt.step()
         opt.synchronize()
-        return (model.a.weight.detach().float() - 1.0).abs().max().item()
-
-    with pytest.warns(RuntimeWarning, match="rounded away"):
-        assert moved(master_weights=False) == 0.0
-    assert moved(master_weights=True) > 0.0
+        moved = (model.a.weight.detach().float() - 1.0).abs().max().item()
+        assert (moved > 0.0) is master_weights
 
 
 def halved(model: nn.Module) -> None:
@@ -790,7 +779,6 @@ def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
     pair.train([0])
     pair.opt.synchronize()
     ema = copy.deepcopy(pair.model)
-    assert_bitwise(weights(ema), weights(pair.model))
     for step in range(1, 4):
         pair.train([step])
         pair.opt.synchronize()
@@ -798,7 +786,6 @@ def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
             for p, q in zip(ema.parameters(), pair.model.parameters()):
                 p.lerp_(q, 0.5)
         ema(tokens()(step))
-    pair.assert_same()
     backward(ema, 0)
     assert all(p.grad is not None for p in ema.parameters())
     own, second = dedicated(ema)
@@ -823,6 +810,9 @@ def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so(form):
         q.grad = p.grad.clone()
     norm = dmuon.clip_grad_norm_(pair.model, 0.1)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+    for wrong in ({"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}):
+        with pytest.raises(ValueError, match="max_norm"):
+            dmuon.clip_grad_norm_(pair.model, **wrong)
     for p, q in zip(pair.model.parameters(), twin.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
     with pytest.raises(OwnershipError, match=r"close"):
@@ -866,19 +856,6 @@ def test_statistics_of_a_step(ns_dtype):
     # Rows of 8 orthonormal vectors in 16 dims, scaled by 0.2 sqrt(16): as large as AdamW's.
     assert all(0.1 < rms < 0.3 for rms in stats["update_rms"].values())
     assert all(count > 0 for count in stats["bytes"].values())
-
-
-@FORMS
-def test_frozen_parameters_may_be_passed_along(form):
-    model = TinyGPT()
-    model.blocks[0].requires_grad_(False)
-    before = weights(model)
-    _, opt = dedicated(model, **form)
-    train(model, opt, tokens(), range(2))
-    after = weights(model)
-    frozen = {n: v for n, v in after.items() if n.startswith("blocks.0")}
-    assert_bitwise(frozen, {n: before[n] for n in frozen})
-    assert not torch.equal(after["blocks.1.up.weight"], before["blocks.1.up.weight"])
 
 
 def test_adamws_step_counter_is_float32_whatever_the_default_dtype():
