@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import ClassVar
 from unittest import mock
 
 import numpy
@@ -13,13 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-import dmuon.api
 from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.devices import Stopwatch, host_can_read
 from dmuon.tensors import scale_all
 from tests import conftest
 from tests.accelerator import host_cannot_read, nothing_read
-from tests.distributed import harness
 from tests.distributed.harness import Pools
 
 CPU = torch.device("cpu")
@@ -128,37 +124,3 @@ def test_distributed_tests_on_gpus_say_what_they_lack(monkeypatch):
     config = mock.Mock(stash={}, getoption=lambda name: "cuda")
     with pytest.raises(pytest.UsageError, match="--device cuda: torch finds no GPU here"):
         conftest.pytest_configure(config)
-
-
-def test_a_process_has_the_gpu_of_its_rank():
-    """Models and data that a test makes lie there, and its groups can send both kinds."""
-    calls: list[tuple[str, object]] = []
-
-    class Pipe:
-        messages: ClassVar = [(1, "prefix"), None]
-
-        def recv(self):
-            return self.messages.pop(0)
-
-        def send(self, answer):
-            calls.append(("answer", answer[0]))
-
-        def close(self):
-            pass
-
-    def noted(name):
-        return lambda *args, **kwargs: calls.append((name, args[0] if args else kwargs))
-
-    with ExitStack() as patched:
-        for target in (
-            "torch.cuda.set_device", "torch.set_default_device", "torch.distributed.TCPStore",
-            "torch.distributed.PrefixStore", "torch.distributed.init_process_group",
-            "torch.distributed.destroy_process_group", "torch.set_num_threads", "gc.freeze",
-        ):  # fmt: skip
-            name = target.rpartition(".")[2]
-            patched.enter_context(mock.patch(target, noted(name)))
-        patched.enter_context(mock.patch.object(dmuon.api, "measured_costs"))
-        harness._serve(3, 4, Pipe(), "cuda")
-    assert calls.index(("set_device", 3)) < calls.index(("answer", "ok"))
-    assert ("set_default_device", torch.device("cuda", 3)) in calls
-    assert ("init_process_group", "cpu:gloo,cuda:nccl") in calls

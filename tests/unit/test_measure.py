@@ -145,15 +145,10 @@ def test_a_tight_budget_reaches_all_once_and_a_run_counts_alone():
     assert len(times_of(cases, timer, 3.2 * total)) == 4
     assert max(Counter(timer.runs).values()) <= 4
     single = MODEL.batch_ms(LARGE, 1) / 1e3
-    # On CUDA it is compiled, captured, and only then timed.
-    for device, share, runs in (
-        ("cpu", 1.5, 1),
-        ("cpu", 0.5, 0),
-        ("cuda", 2.5, 0),
-        ("cuda", 3.5, 1),
-    ):
+    cuda = torch.device("cuda")  # it is compiled, captured, and only then timed
+    for device, share, runs in ((CPU, 1.5, 1), (CPU, 0.5, 0), (cuda, 2.5, 0), (cuda, 3.5, 1)):
         timer = FakeTimer(as_modelled())
-        timer.device = torch.device(device)
+        timer.device = device
         assert len(times_of([Case(LARGE, 1)], timer, share * single)) == bool(timer.runs) == runs
 
 
@@ -634,7 +629,7 @@ def warned(action: Callable[[], CostTable], count: int = 1) -> str:
     return "".join(str(w.message) for w in caught)
 
 
-def test_trouble_with_the_cache_is_a_warning(tmp_path, monkeypatch):
+def test_trouble_with_the_cache_is_a_warning(tmp_path):
     costs_of(tmp_path)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-20])
@@ -644,25 +639,22 @@ def test_trouble_with_the_cache_is_a_warning(tmp_path, monkeypatch):
     assert str(file) in warned(lambda: costs_of(file / "cache"))  # cannot be written
     with mock.patch("dmuon.scheduler.costs.cache_directory", return_value=None):
         assert "cache_dir" in warned(costs_of)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    costs_of()
-    assert len(list(tmp_path.glob("home/dmuon/*.json"))) == 1
 
 
-def test_a_line_appears_after_two_seconds_on_one_rank_and_a_terminal():
-    def drawn(times: list[float], terminal: bool = True, shown: bool = True) -> str:
-        out, now = io.StringIO(), iter([0.0, *times])
-        out.isatty = lambda: terminal
-        with (
-            mock.patch("sys.stderr", out),
-            progress_bar(4, "x", shown=shown, clock=lambda: next(now)) as show,
-        ):
-            for done, _ in enumerate(times):
-                show(done, Case((64, 256, "float32"), 8))
-        return out.getvalue()
-
-    assert drawn([1.0, 2.5]) == "\rx: 1/4, 8 x [64, 256]\x1b[K\r\x1b[K"
-    assert drawn([0.5, 1.9]) == drawn([5.0], shown=False) == drawn([5.0], terminal=False) == ""
+@pytest.mark.parametrize(("times", "terminal", "shown", "drawn"), [
+    ([1.0, 2.5], True, True, "\rx: 1/4, 8 x [64, 256]\x1b[K\r\x1b[K"),
+    ([0.5, 1.9], True, True, ""), ([5.0], True, False, ""), ([5.0], False, True, ""),
+])  # fmt: skip
+def test_a_line_appears_after_two_seconds_on_one_rank_and_a_terminal(times, terminal, shown, drawn):
+    out, now = io.StringIO(), iter([0.0, *times])
+    out.isatty = lambda: terminal
+    with (
+        mock.patch("sys.stderr", out),
+        progress_bar(4, "x", shown=shown, clock=lambda: next(now)) as show,
+    ):
+        for done, _ in enumerate(times):
+            show(done, Case((64, 256, "float32"), 8))
+    assert out.getvalue() == drawn
 
 
 # ---- the profile command -----------------------------------------------------------------

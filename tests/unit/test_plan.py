@@ -124,11 +124,6 @@ def test_thousands_of_owners_plan_without_delay():
     assert OwnershipPlan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
 
 
-def test_an_unknown_solver_is_refused_with_the_known_ones():
-    with pytest.raises(PlanError, match=r"'simplex'.*greedy"):
-        solve(specs_of([A]), Topology.flat(2), CostTable.analytic(), solver="simplex")
-
-
 def test_the_cap_counts_the_moments_of_adamw():
     specs, momentum = specs_of([(64, 64, "float32")] * 2, rest=2), 64 * 64 * 4
     moments = 2 * 4 * (3 + 4)  # of two vectors
