@@ -437,8 +437,9 @@ def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
 
 
 def foreign() -> str:
-    """Of another torch."""
-    data = json.loads(cache_file()) | {"key": asdict(replace(KEY, torch="1.0")), "digest": None}
+    """Other times, of another torch."""
+    other = {"key": asdict(replace(KEY, torch="1.0")), "digest": None}
+    data = json.loads(cache_file().replace("1.7", "2.7")) | other
     return json.dumps(data | {"digest": sha256(data)})
 
 

@@ -221,17 +221,6 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     assert order == sorted(order), "batches are executed in order of their first matrix"
 
 
-def test_one_group_leaves_the_batches_whole():
-    specs = specs_of([(2, 3, "float32")] * 4)
-    plan = plan_of(specs, [0] * 4, 1)
-    batches = (Batch(0, (0, 2), 3.0), Batch(0, (1, 3), 5.0))
-    plan = replace(plan, batches=batches)
-    whole = [(u.matrices, u.ms) for u in units_of(plan, [0] * 4)]
-    assert whole == [((0, 2), 3.0), ((1, 3), 5.0)]
-    cut = [(u.matrices, u.group, u.ms) for u in units_of(plan, [0, 0, 1, 0])]
-    assert cut == [((0,), 0, 1.5), ((2,), 1, 1.5), ((1, 3), 0, 5.0)]
-
-
 # ---- publish buckets ---------------------------------------------------------------------
 
 
