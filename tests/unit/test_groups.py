@@ -1006,14 +1006,13 @@ def freeze(model: nn.Module, is_late: Callable[[str], bool], frozen: bool = True
     return late
 
 
-def reference_with_late(model: nn.Module, is_late: Callable[[str], bool]) -> None:
-    """Two steps without what comes late, and three with it, by the reference: what has no gradient
-    is left out."""
+def by_reference(model: nn.Module, steps: int, lacks: Callable[[int, str], bool]) -> None:
+    """Steps of the reference, without the gradients that ``lacks(step, name)`` says."""
     opt = ReferenceMuon(model, **SETTINGS)
-    for step in range(5):
+    for step in range(steps):
         mean_square(model, BATCHES(step)).backward()
         for name, p in model.named_parameters():
-            if step < 2 and is_late(name):
+            if lacks(step, name):
                 p.grad = None
         opt.step()
         opt.zero_grad()
@@ -1053,7 +1052,7 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
         train(model, opt, BATCHES, range(2, 5))
     (told,) = caplog.messages
     assert "planned again in" in told
-    reference_with_late(twin, PIECES[piece])
+    by_reference(twin, 5, lambda step, name: step < 2 and PIECES[piece](name))
     assert_within(weights(model), weights(twin), 1e-5)
     assert opt.ownership is ownership and opt.stats()["steps"] == 5
     # Without new matrices nothing is solved again.
@@ -1091,24 +1090,22 @@ def test_what_was_planned_goes_on_as_it_was():
 def test_what_is_frozen_again_keeps_its_state_and_goes_on():
     model = TinyGPT()
     twin = clone(model)
-    opt, begin = given_late("unfrozen", model, PIECES["vectors"])
-    reference = ReferenceMuon(twin, **SETTINGS)
-    late = {name for name, _ in model.named_parameters() if PIECES["vectors"](name)}
-    late |= {"blocks.0.up.weight"}  # planned at first, and frozen in between
+    vectors, planned = PIECES["vectors"], "blocks.0.up.weight"  # which is frozen in between
+    opt, begin = given_late("unfrozen", model, vectors)
     for step in range(6):
         if step in (1, 4):
             begin()
             model.blocks[0].up.weight.requires_grad_(True)
         if step == 2:
-            freeze(model, lambda name: name in late)
+            freeze(model, lambda name: vectors(name) or name == planned)
         train(model, opt, BATCHES, [step])
-        mean_square(twin, BATCHES(step)).backward()
-        for name, p in twin.named_parameters():
-            first = name in late and PIECES["vectors"](name) and step == 0
-            if first or (name in late and step in (2, 3)):
-                p.grad = None
-        reference.step()
-        reference.zero_grad()
+
+    def lacks(step: int, name: str) -> bool:
+        if vectors(name):
+            return step in (0, 2, 3)
+        return name == planned and step in (2, 3)
+
+    by_reference(twin, 6, lacks)
     assert_within(weights(model), weights(twin), 1e-5)
 
 

@@ -183,28 +183,19 @@ def test_a_convolution_is_flattened_to_out_by_the_others(module, cols):
 # ---- splits and heads --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "expected"),
-    [
-        (
-            "blocks.0.qkv_proj.weight", (12, 5), {"splits": {"*.qkv_proj.weight": [6, 4, 2]}},
-            [("[0:6]", (6, 5), 0), ("[6:10]", (4, 5), 30), ("[10:12]", (2, 5), 50)],
-        ),
-        (  # of a stack, every item is cut
-            "experts.gate_up_proj", (2, 6, 3), {"splits": {"experts.*": [4, 2]}},
-            [
-                ("[0][0:4]", (4, 3), 0), ("[0][4:6]", (2, 3), 12),
-                ("[1][0:4]", (4, 3), 18), ("[1][4:6]", (2, 3), 30),
-            ],
-        ),
-        (  # patterns that agree
-            "a.weight", (12, 5), {"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 2}},
-            [("[0:6]", (6, 5), 0), ("[6:12]", (6, 5), 30)],
-        ),
-        ("experts.w1", (3, 4, 6), {}, [(f"[{i}]", (4, 6), 24 * i) for i in range(3)]),
-        ("experts.w1", (1, 4, 6), {}, [("", (4, 6), 0)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "shape", "options", "expected"), [
+    ("blocks.0.qkv_proj.weight", (12, 5), {"splits": {"*.qkv_proj.weight": [6, 4, 2]}},
+     [("[0:6]", (6, 5), 0), ("[6:10]", (4, 5), 30), ("[10:12]", (2, 5), 50)]),
+    # of a stack, every item is cut
+    ("experts.gate_up_proj", (2, 6, 3), {"splits": {"experts.*": [4, 2]}},
+     [("[0][0:4]", (4, 3), 0), ("[0][4:6]", (2, 3), 12),
+      ("[1][0:4]", (4, 3), 18), ("[1][4:6]", (2, 3), 30)]),
+    # patterns that agree
+    ("a.weight", (12, 5), {"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 2}},
+     [("[0:6]", (6, 5), 0), ("[6:12]", (6, 5), 30)]),
+    ("experts.w1", (3, 4, 6), {}, [(f"[{i}]", (4, 6), 24 * i) for i in range(3)]),
+    ("experts.w1", (1, 4, 6), {}, [("", (4, 6), 0)]),
+])  # fmt: skip
 def test_splits_heads_and_stacks_make_several_matrices(name, shape, options, expected):
     model = tree({name: shape})
     assert matrices(model, **options) == [(name + piece, *found) for piece, *found in expected]
@@ -279,48 +270,38 @@ def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
         assert by_name(model.named_parameters()).matrices == specs.matrices
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        *(
-            ({"splits": {"a.weight": sizes}}, r"12 rows of 'a.weight'")
-            for sizes in ([6, 4], [6, 6, 1], [12, 0], [13, -1], [6.0, 6.0])
-        ),
-        *(
-            ({"heads": {"a.weight": count}}, r"does not divide the 12 rows of 'a.weight'")
-            for count in (5, 0, -2, 2.0)
-        ),
-        ({"splits": "3,4"}, r"splits must map name patterns to row counts, found '3,4': pass"),
-        ({"heads": 3}, r"heads must map name patterns to row counts, found 3: pass"),
-        ({"splits": {"*": 3}}, r"splits\['\*'\] must be a list of row counts"),
-        ({"splits": {"*": "35"}}, r"splits\['\*'\] must be a list of row counts"),
-        ({"splits": {"*": ["3", 9]}}, r"\['3', 9\] must be positive row counts"),
-        ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
-        ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),
-        ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
-        ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
-        ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
-        ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
-        ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
-        ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
-        ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
-        (  # what one pattern says of the form does not hold for the next
-            {
-                "splits": {
-                    "a.*": {"sizes": [6, 6], "dim": 0, "transposed": True},
-                    "*.weight": {"sizes": [6, 6], "dim": 0},
-                }
-            },
-            r"disagree",
-        ),
-        ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
-        *(
-            ({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
-            for answer in (None, 1, torch.tensor(True))
-        ),
-        ({"select": lambda name, p: False}, "not selected"),
-    ],
-)
+DIVIDES = r"does not divide the 12 rows of 'a.weight'"
+COUNTS = r"must map name patterns to row counts, found"
+LIST = r"splits\['\*'\] must be a list of row counts"
+# What one pattern says of the form does not hold for the next.
+FORM = {"sizes": [6, 6], "dim": 0}
+CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    *(({"splits": {"a.weight": sizes}}, r"12 rows of 'a.weight'")
+      for sizes in ([6, 4], [6, 6, 1], [12, 0], [13, -1], [6.0, 6.0])),
+    *(({"heads": {"a.weight": count}}, DIVIDES) for count in (5, 0, -2, 2.0)),
+    ({"splits": "3,4"}, rf"splits {COUNTS} '3,4': pass"),
+    ({"heads": 3}, rf"heads {COUNTS} 3: pass"),
+    ({"splits": {"*": 3}}, LIST),
+    ({"splits": {"*": "35"}}, LIST),
+    ({"splits": {"*": ["3", 9]}}, r"\['3', 9\] must be positive row counts"),
+    ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
+    ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),
+    ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
+    ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
+    ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
+    ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
+    ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
+    ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
+    ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
+    ({"splits": CONTRARY}, r"disagree"),
+    ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
+    *(({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
+      for answer in (None, 1, torch.tensor(True))),
+    ({"select": lambda name, p: False}, "not selected"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_named(options, told):
     with pytest.raises(SelectionError, match=told):
         collect(tree({"a.weight": (12, 5), "pos_embed": (12, 5)}), **options)

@@ -215,52 +215,46 @@ class Rehearsal:
         monkeypatch.setattr(C10dTransport, "begin", lambda *_: None)
 
     def run(self, call: Callable[[int], None]) -> None:
-        """``call`` on every rank, one after the other."""
-        c10d = dist.distributed_c10d
+        """``call`` on every rank, one after the other. All ranks of a parent join equally many of
+        its splits."""
         for rank in range(self.world):
-            joined: Counter[tuple[int, ...]] = Counter()
-            everyone = tuple(range(self.world))
-
-            def no_color(*_, joined=joined, everyone=everyone) -> None:
-                joined[everyone] += 1
-
-            def new_group(
-                ranks, *, joined=joined, everyone=everyone, rank=rank,
-                use_local_synchronization=False, **kwargs,
-            ):  # fmt: skip
-                joined[everyone] += rank in ranks
-                return c10d._new_group_with_tag(
-                    ranks, use_local_synchronization=use_local_synchronization
-                )
-
-            def split_group(parent, split_ranks, joined=joined, rank=rank, **kwargs):
-                known = dist.get_process_group_ranks(parent)
-                joined[tuple(known)] += 1
-                mine = next(part for part in split_ranks if known.index(rank) in part)
-                return c10d._new_group_with_tag(
-                    [known[r] for r in mine], use_local_synchronization=True
-                )
-
+            self.joins.append(Counter())
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.world)
-            self.joins.append(joined)
             with self._patch.context() as patch:
-                source = dist.group.WORLD._get_backend(torch.device("cpu"))
-                patch.setattr(type(source), "perform_nocolor_split", no_color, raising=False)
-                patch.setattr(c10d, "_get_split_source", lambda *_, source=source: source)
-                for module in (dist, c10d):
-                    patch.setattr(module, "new_group", new_group)
-                    patch.setattr(module, "split_group", split_group)
-                dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+                self._split_instead(patch, rank)
                 try:
                     call(rank)
                 finally:
                     dist.destroy_process_group()
-
-    def check(self) -> None:
-        """All ranks of a parent join equally many of its splits."""
         for ranks in {ranks for joined in self.joins for ranks in joined}:
             counts = {rank: self.joins[rank][ranks] for rank in ranks}
             assert len(set(counts.values())) == 1, f"ranks {ranks} join splits {counts} times"
+
+    def _split_instead(self, patch, rank: int) -> None:
+        c10d, joined, everyone = dist.distributed_c10d, self.joins[rank], tuple(range(self.world))
+
+        def no_color(*_) -> None:
+            joined[everyone] += 1
+
+        def new_group(ranks, *, use_local_synchronization=False, **kwargs):
+            joined[everyone] += rank in ranks
+            how = {"use_local_synchronization": use_local_synchronization}
+            return c10d._new_group_with_tag(ranks, **how)
+
+        def split_group(parent, split_ranks, **kwargs):
+            known = dist.get_process_group_ranks(parent)
+            joined[tuple(known)] += 1
+            mine = next(part for part in split_ranks if known.index(rank) in part)
+            ranks = [known[r] for r in mine]
+            return c10d._new_group_with_tag(ranks, use_local_synchronization=True)
+
+        source = dist.group.WORLD._get_backend(torch.device("cpu"))
+        patch.setattr(type(source), "perform_nocolor_split", no_color, raising=False)
+        patch.setattr(c10d, "_get_split_source", lambda *_: source)
+        for module in (dist, c10d):
+            patch.setattr(module, "new_group", new_group)
+            patch.setattr(module, "split_group", split_group)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
 
 
 def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
@@ -279,7 +273,6 @@ def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
             one.close()
 
     rehearsal.run(plan)
-    rehearsal.check()
     assert planned == [(0, 2), (1, 2)]
     assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
 
@@ -295,7 +288,6 @@ def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
             assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
 
     rehearsal.run(plan)
-    rehearsal.check()
 
 
 def test_any_number_of_co_owners_is_one_split(monkeypatch):
@@ -310,7 +302,6 @@ def test_any_number_of_co_owners_is_one_split(monkeypatch):
         ProcessGroups.open(grid, transport, transport.subgroup)
 
     rehearsal.run(plan)
-    rehearsal.check()
     assert {sum(joined.values()) for joined in rehearsal.joins} == {1 + 5}
 
 
@@ -327,4 +318,3 @@ def test_a_mesh_of_some_ranks_and_several_axes_is_refused(monkeypatch):
         assert _transport(whole, None, None).world == 8
 
     rehearsal.run(plan)
-    rehearsal.check()
