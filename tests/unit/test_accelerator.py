@@ -112,9 +112,6 @@ def test_a_scale_on_the_device_is_applied_without_reading_it():
     assert all(torch.equal(t, torch.full_like(t, 0.5)) for t in tensors)
 
 
-# ---- the distributed tests on real ones --------------------------------------------------------
-
-
 def test_distributed_tests_on_gpus_say_what_they_lack(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs, found 2"):

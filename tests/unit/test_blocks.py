@@ -218,9 +218,6 @@ def test_wait_points_cover_all_parameters_and_have_one_root(model):
     assert len({id(point.module) for point in points}) == len(points)
 
 
-# ---- nothing is waited for too early -----------------------------------------------------
-
-
 def test_a_block_starts_while_later_blocks_still_travel():
     model = TinyGPT(blocks=3)
     ready, _ = watch(model)
@@ -233,9 +230,6 @@ def test_a_block_starts_while_later_blocks_still_travel():
         block.register_forward_pre_hook(note)
     model(TOKENS)
     assert seen == [[j <= i for j in range(3)] for i in range(3)]
-
-
-# ---- state dicts, removal, copies --------------------------------------------------------
 
 
 @pytest.fixture

@@ -210,9 +210,6 @@ def test_a_solver_without_a_plan_is_a_row_with_its_reason(capsys, monkeypatch):
     assert (status, out) == (2, "") and "milp is at a loss" in err
 
 
-# ---- verification ------------------------------------------------------------------------
-
-
 def test_a_saved_plan_is_the_reported_one_and_is_verified_or_refuted(capsys, tmp_path):
     argv = ["plan", "--model", "gpt2", "--mesh", "2x2", "--time-limit", "1", "--json", "-"]
     path = tmp_path / "plan.json"
@@ -308,9 +305,6 @@ def test_a_file_that_is_no_plan_or_no_table_is_a_mistake(capsys, tmp_path, conte
         assert len(err.splitlines()) == 1
 
 
-# ---- texts -------------------------------------------------------------------------------
-
-
 sizes = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(lambda s: "x".join(map(str, s)))
 
 
@@ -334,9 +328,6 @@ def test_sizes_in_memory():
     for text in ("", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
         with pytest.raises(PlanError, match="--memory"):
             memory_bytes(text)
-
-
-# ---- a process of its own ----------------------------------------------------------------
 
 
 def start(*argv: str) -> subprocess.Popen[bytes]:

@@ -62,9 +62,6 @@ def priced(table: CostTable, key, *batches: int) -> list[tuple[float, str]]:
     return [(table.batch_ms(key, b), table.origin(key, b)) for b in batches]
 
 
-# ---- prices ------------------------------------------------------------------------------
-
-
 def test_an_entry_is_the_price_of_the_shape_and_of_its_transpose():
     table = measured({A: {2: 9.0}})
     assert priced(table, A, 2) == priced(table, A_TALL, 2) == [(9.0, "measured")]
@@ -151,9 +148,6 @@ def test_a_kernel_is_that_of_the_entry_and_between_two_that_of_the_larger():
     assert names((1, 2), some, B, 1) == [""] and MODEL.kernel(A, 1) == ""
 
 
-# ---- files -------------------------------------------------------------------------------
-
-
 @given(tables())
 @settings(max_examples=60)
 def test_a_table_comes_back_from_json_as_it_was(table):
@@ -225,8 +219,6 @@ def test_device_classes_by_name_and_else_by_type_and_faster_ones_are_cheaper():
     times = [CostTable.analytic(name).batch_ms((8192, 8192, "bfloat16"), 1) for name in order]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
 
-
-# ---- the cache ---------------------------------------------------------------------------
 
 KEY = CacheKey("Some GPU (80 GB)", "2.13.0+cpu", "torch-1", "float16", 5)
 

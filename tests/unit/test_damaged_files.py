@@ -254,9 +254,6 @@ def check_verdict(text: str, certificate: Certificate) -> None:
     assert data["status"] != "optimal" or proven >= makespan - tolerance
 
 
-# ---- plans -------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
     """At most so many pairs are formed by knapsacks inside."""
@@ -557,9 +554,6 @@ def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
         certify(OwnershipPlan.from_json(path.read_text()))
     assert main(["plan", "--verify", str(path)]) == 2
     assert "too large" in capsys.readouterr().err
-
-
-# ---- exit statuses -----------------------------------------------------------------------
 
 
 def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):

@@ -222,9 +222,6 @@ def test_nothing_stays_alive_because_something_else_is_frozen():
     assert [reference() for reference in gone] == [None, None]
 
 
-# ---- what is trained ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_every_form_trains_as_the_reference(form):
     model = TinyGPT()
@@ -270,9 +267,6 @@ def test_parameters_that_a_framework_exchanges_are_trained(where, form):
     assert opt.state.keys() == set(trained.parameters())
     if where == "groups":
         assert_bitwise(weights(model), before)
-
-
-# ---- where no module holds them ----------------------------------------------------------
 
 
 def parameter(*shape: int) -> Tensor:

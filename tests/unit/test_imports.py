@@ -256,8 +256,6 @@ def test_print_belongs_to_the_command_line():
     assert printing <= {"dmuon.__main__", *tools}
 
 
-# ---- what importing does -----------------------------------------------------------------
-
 PROBE = """
 import importlib, json, os, pkgutil, sys
 
@@ -274,8 +272,8 @@ def state():
         torch.distributed.tensor.DTensor,
     ]
     functions = {
-        f"{owner!r}.{name}": id(value)
-        for owner in places + classes
+        f"{label}.{name}": id(value)
+        for owner, label in [(owner, repr(owner)) for owner in places + classes]
         for name, value in vars(owner).items()
         if callable(value) and not name.startswith("__")
     }

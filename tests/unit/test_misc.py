@@ -37,8 +37,6 @@ SUBMODULES = [
     m.name for m in pkgutil.walk_packages(dmuon.__path__, "dmuon.") if "__main__" not in m.name
 ]
 
-# ---- configuration -----------------------------------------------------------------------
-
 
 def muon_group(**changes: object) -> dict:
     return check_muon_group(dataclasses.asdict(MuonDefaults()) | changes)
@@ -168,9 +166,6 @@ def test_every_error_of_the_package_is_a_value_error():
     assert issubclass(DmuonError, ValueError)
 
 
-# ---- public names ------------------------------------------------------------------------
-
-
 def test_public_names_can_be_imported_and_are_sorted():
     assert dmuon.__all__ == sorted(dmuon.__all__)
     assert all(hasattr(dmuon, name) for name in dmuon.__all__)
@@ -226,9 +221,6 @@ def test_the_package_is_typed_and_its_version_is_that_of_the_project():
     assert (REPOSITORY / "dmuon" / "py.typed").exists()
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^version = "(.+)"$', project, re.M)[1] == dmuon.__version__
-
-
-# ---- doctests ----------------------------------------------------------------------------
 
 
 def test_examples_in_docstrings_are_true():

@@ -33,9 +33,6 @@ def cycling(values: list[float]) -> Callable[[int], float]:
     return lambda t: values[t % len(values)]
 
 
-# ---- which steps are full ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("period", "count", "full"), [
     (1, 4, [0, 1, 2, 3]),
     (3, 10, [0, 3, 6, 9]),
@@ -87,9 +84,6 @@ def test_always_full():
     assert not any(Schedule(p).always_full for p in (2, math.inf, lambda t: 1))
 
 
-# ---- linear periods ----------------------------------------------------------------------
-
-
 ends = st.floats(1, 1e6) | st.integers(1, 1000)
 
 
@@ -127,9 +121,6 @@ def test_linear_periods_that_make_no_sense(arguments, error, words):
         LinearPeriod(*arguments)
 
 
-# ---- what is refused ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("period", "error"), [
     *((value, TypeError) for value in (True, "5", None)),
     *((value, ValueError) for value in (0, -math.inf, math.nan, 0.5, 2.5)),
@@ -152,9 +143,6 @@ def test_a_function_that_goes_wrong_names_the_step_and_the_value(value, error, f
     with pytest.raises(error, match=f"t={first}"):
         schedule.advance()
     assert schedule.t == first
-
-
-# ---- description and state ---------------------------------------------------------------
 
 
 ODD = (math.inf, math.nan, 1.5, 2**70, -1, "3", None, True)

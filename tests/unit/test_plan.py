@@ -42,9 +42,6 @@ from tests.unit.models import (
 A, B = (8, 8, "float32"), (4, 6, "float32")
 
 
-# ---- costs -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", sorted(ANALYTIC_DEVICES))
 @given(
     rows=st.integers(1, 8192),
@@ -75,9 +72,6 @@ def test_cheapest_batches_are_the_cheapest_of_all_partitions(prices, count, max_
     assert shape.ticks[count] == min(ways) == sum(prices[size - 1] for size in sizes)
     # What proofs rest on: one owner's batches cost no more than those of several.
     assert all(shape.ticks[a] + shape.ticks[count - a] >= shape.ticks[count] for a in range(count))
-
-
-# ---- assignment --------------------------------------------------------------------------
 
 
 def problem_of(keys, world: int, prices) -> Problem:
@@ -138,9 +132,6 @@ def test_the_cap_counts_the_moments_of_adamw():
         planned(least - 1)
     dedicated = solve(specs, Topology.flat(2), CostTable.analytic(), layout=Layout.DEDICATED)
     assert dedicated.state_bytes == (momentum,) * 2
-
-
-# ---- the plan as data --------------------------------------------------------------------
 
 
 def test_json_keeps_stacks_splits_transposed_and_frozen_parameters():
@@ -253,9 +244,6 @@ def test_a_plan_is_validated_when_made(batches, message):
         with_batches(plan, *(Batch(owner, matrices, 1.0) for owner, matrices in batches))
 
 
-# ---- a saved plan ------------------------------------------------------------------------
-
-
 SAME = {"a.weight": (4, 6), "b.weight": (6, 6), "c.bias": (6,)}
 
 
@@ -293,9 +281,6 @@ def test_algorithms_and_layouts_have_stable_names():
     assert [a.value for a in Algorithm] == ["muon", "adamw", "frozen"]
     names = ["auto", "sharded", "replicated", "reduce_to_owner", "dedicated"]
     assert [layout.value for layout in Layout] == names
-
-
-# ---- a saved plan, used again ------------------------------------------------------------
 
 
 def owners_by_name(plan: OwnershipPlan) -> dict[str, int]:

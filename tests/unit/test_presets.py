@@ -65,9 +65,6 @@ def elements(config: Mapping[str, object]) -> int:
     return sum(p.numel() for p in build(config).parameters())
 
 
-# ---- presets -----------------------------------------------------------------------------
-
-
 def test_the_vla_mix_is_paligemma_and_an_action_expert_of_300m():
     parts: Counter[str] = Counter()
     for p in model_specs("vla").parameters:
@@ -441,9 +438,6 @@ def test_a_function_that_gives_no_model_is_a_clear_error(user_module, source, fu
             model_specs(text)
 
 
-# ---- names -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "closest"), [
     ("qwen2.5-7", "qwen2.5-7b"), ("lama3-8b", "llama3-8b"), ("mixtral", "mixtral-8x7b"),
     ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"), ("gpt-2", "gpt2"),
@@ -485,9 +479,6 @@ def test_parameters_on_the_meta_device_are_taken_on_request_only():
     ):
         with pytest.raises(DmuonError, match=told):
             collect(nn.Sequential(meta, other), allow_meta=True)
-
-
-# ---- documentation -----------------------------------------------------------------------
 
 
 def table() -> list[str]:

@@ -49,9 +49,6 @@ def descend(
             optimizer.step()
 
 
-# ---- against torch.optim.Muon ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,9 +102,6 @@ def test_the_orthogonalizer_gets_the_hyperparameters_of_newton_schulz():
     torch.testing.assert_close(p.detach(), start - expected, rtol=0, atol=0)
 
 
-# ---- momentum by hand --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("mode", ["ema", "sgd"])
 def test_two_steps_without_orthogonalization_by_hand(mode, nesterov):
@@ -131,9 +125,6 @@ def test_two_steps_without_orthogonalization_by_hand(mode, nesterov):
             update = 0.9 * buffer + (0.1 * g if mode == "ema" else g)
         w = w * (1 - 0.1 * 0.5) - 0.1 * (4 / 3) ** 0.5 * update
         torch.testing.assert_close(p.detach().double(), w, rtol=0, atol=1e-6)
-
-
-# ---- the rest ----------------------------------------------------------------------------
 
 
 def test_the_rest_is_torch_adamw_bitwise():
@@ -165,9 +156,6 @@ def test_parameters_without_gradient_are_skipped():
     optimizer.step()
     assert torch.equal(unused, start)
     assert unused not in optimizer.state
-
-
-# ---- several matrices in one parameter ---------------------------------------------------
 
 
 class Separate(nn.Module):

@@ -124,9 +124,6 @@ def test_predicted_state_is_what_the_optimizer_allocates():
     assert own.report().ranks[0].state_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-# ---- shapes ------------------------------------------------------------------------------
-
-
 def test_fixed_loads_and_bytes_are_part_of_a_rank():
     limits = OwnerLimits(fixed_ms=(3.0, 0.5), fixed_bytes=(10, 20), memory_bytes=5000)
     plan = priced(specs_of([WIDE] * 2), {WIDE: [1.0, 1.8]}, owners=[1, 1], world=2, limits=limits)
@@ -161,8 +158,6 @@ def test_many_shapes_fold():
     assert sum("float32" in line for line in text.splitlines()) == 16
 
 
-# ---- the bottleneck ----------------------------------------------------------------------
-
 TALL = (64, 8, "float32")
 
 
@@ -191,9 +186,6 @@ def test_matrices_of_one_rank_alone_are_no_matter_of_planning():
     assert not report.bottleneck.movable
     assert "whole on that rank alone, so no plan can move them" in told(report)
     assert "2 matrices: a single rank, which has it whole" in told(report)
-
-
-# ---- measured ----------------------------------------------------------------------------
 
 
 def measured_plan(bound: float = 4.0, **fields) -> OwnershipPlan:
@@ -267,9 +259,6 @@ def test_fixed_loads_count_in_the_measured_balance_but_not_in_the_ratio():
     assert (measured.makespan_ms, measured.best_ms) == (14.0, 9.0)
 
 
-# ---- contention --------------------------------------------------------------------------
-
-
 def test_contention_is_compared_with_ranks_taking_turns():
     topology = Topology.flat(8, ranks_per_node=4)
     owners = list(topology.owner_order()) * 2
@@ -283,9 +272,6 @@ def test_contention_is_compared_with_ranks_taking_turns():
     on_one_node = build_report(plan)
     assert on_one_node.contention is on_one_node.to_dict()["contention"] is None
     assert "contention" not in str(on_one_node)
-
-
-# ---- certificate -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("certificate", "shown"), [
@@ -317,7 +303,7 @@ def test_the_bound_of_a_solved_plan_is_proven():
     assert "lower bound 1.000 ms (not proven), gap 100.00%" in by_hand
 
 
-# ---- to_dict -----------------------------------------------------------------------------
+# ---- text and dict -----------------------------------------------------------------------
 
 
 def test_the_dict_has_the_documented_keys_and_the_same_numbers():
@@ -347,9 +333,6 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     }  # fmt: skip
     assert data["measured"] == expected
     assert build_report(plan).to_dict()["measured"] is None
-
-
-# ---- str ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -601,9 +584,6 @@ def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     with pytest.raises(FileNotFoundError, match=r"directory .*missing does not exist"):
         report.to_html(tmp_path / "missing" / "report.html")
-
-
-# ---- golden ------------------------------------------------------------------------------
 
 
 def golden_report() -> str:

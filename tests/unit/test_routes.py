@@ -70,9 +70,6 @@ def plans(draw) -> OwnershipPlan:
     return replace(plan, batches=tuple(draw(st.permutations(batches))))
 
 
-# ---- buckets -----------------------------------------------------------------------------
-
-
 def one_bucket(plan, members, dtype=None):
     others = {p: plan.specs.parameters[p].numel for p in plan.specs.adamw_parameters()}
     return gradient_bucket(Slices.flat(plan), members, others, 0, dtype)
@@ -186,9 +183,6 @@ def test_pieces_beside_each_other_are_refused_where_flat_ranges_travel(cut):
     assert [s.numel for s in Slices.flat(plan_of(whole, [1], 2)).spans(0, 0)] == [36]
 
 
-# ---- units -------------------------------------------------------------------------------
-
-
 @settings(max_examples=80)
 @given(plans(), st.data())
 def test_units_are_the_batches_cut_by_group(plan, data):
@@ -219,9 +213,6 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     assert len(units) == len({(batch_of[u.matrices[0]], u.group) for u in units})
     order = [min(plan.batches[batch_of[u.matrices[0]]].matrices) for u in units]
     assert order == sorted(order), "batches are executed in order of their first matrix"
-
-
-# ---- publish buckets ---------------------------------------------------------------------
 
 
 units_lists = st.lists(st.builds(

@@ -44,8 +44,6 @@ def skeleton(family: str) -> nn.Module:
     return build(_SIZES | {"model_type": family})
 
 
-# ---- transformers' own modules -----------------------------------------------------------
-
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip

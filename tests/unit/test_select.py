@@ -156,9 +156,6 @@ def test_what_a_model_calls_its_output_is_a_head():
     assert found["body.weight"].algorithm is MUON
 
 
-# ---- shapes of matrices ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("module", "cols"), [
     (nn.Conv1d(4, 8, 5), 20),
     (nn.Conv2d(2, 8, (2, 5)), 20),
@@ -316,9 +313,6 @@ def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
         collect(model, heads={"weight": 2})
 
 
-# ---- select= -----------------------------------------------------------------------------
-
-
 def test_select_overrides_every_default_rule():
     """It is given the stripped name, as patterns are, and the parameter."""
     model = tree({"pos_embed": (4, 6), "lm_head.weight": (1, 6), "a.weight": (4, 6)})
@@ -353,9 +347,6 @@ def test_an_empty_selection_is_refused_with_the_reason_of_every_parameter():
         assert name in str(error.value)
 
 
-# ---- what cannot be handled --------------------------------------------------------------
-
-
 def elsewhere() -> nn.Module:
     class Elsewhere(nn.Parameter):
         device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
@@ -386,9 +377,6 @@ def test_a_model_without_trainable_parameters_is_refused():
     for model in (nn.Identity(), nn.Linear(4, 4).requires_grad_(False)):
         with pytest.raises(DmuonError, match=r"no trainable parameter"):
             collect(model)
-
-
-# ---- names -------------------------------------------------------------------------------
 
 
 def wrapped_in_module_attribute(model: nn.Module) -> nn.Module:

@@ -771,9 +771,6 @@ def test_whatever_is_written_to_weights_counts(form, edit, first):
         assert_bitwise(weights(model), {n: v.bfloat16() for n, v in weights(shadow).items()})
 
 
-# ---- lifetime ----------------------------------------------------------------------------
-
-
 def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
     pair = Pair()
     pair.train([0])
@@ -821,9 +818,6 @@ def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so(form):
     again = Pair(pair.model)
     again.train(range(1, 3))
     again.assert_same()
-
-
-# ---- the handle and the statistics -------------------------------------------------------
 
 
 def test_the_handle_tells_who_owns_what():

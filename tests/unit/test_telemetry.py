@@ -146,9 +146,6 @@ def test_an_exchange_does_not_wait_for_the_device():
     assert telemetry.measured_ms() is None or telemetry.measured_ms()[0] > 0
 
 
-# ---- far from the plan -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("planned", "times", "words"), [
     (1.9, [820.0] * 64, ["rank 0 spends 820 ms", "expected 1.9 ms", "432 times"]),
     (500.0, [2.0] * 64, ["spends 2 ms", "expected 500 ms", "1/250"]),

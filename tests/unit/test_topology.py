@@ -34,9 +34,6 @@ def most_in_a_stretch(places: list[int], cyclic: bool = True) -> list[int]:
     return [int((before[m : m + n] - before[:n]).max()) for m, n in enumerate(starts)]
 
 
-# ---- the owner order ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
     """All lengths, all beginnings, also across the end."""
@@ -64,9 +61,6 @@ def test_smaller_nodes_are_passed_over():
     full = Topology((3, 4), ("replicate", "shard"), 4)
     assert full.owner_order() == tuple(full.slots()[n][c] for n, c in diagonal_slots(3, 4))
     assert topology.owner_order() == tuple(rank for rank in full.owner_order() if rank != 11)
-
-
-# ---- nodes -------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.permutations(range(5)))
@@ -114,9 +108,6 @@ def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
 def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make, arguments):
     with pytest.raises(ValueError):
         make(*arguments)
-
-
-# ---- where ranks sit ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "size"), [(None, None), ("1", 1), ("8", 8)])
@@ -197,9 +188,6 @@ def test_a_mesh_of_other_devices_is_refused(sixteen_ranks, monkeypatch):
     monkeypatch.setattr(type(mesh), "device_type", "cuda")
     with pytest.raises(OwnershipError, match="'cuda' devices but the model is on cpu"):
         topology_of(mesh, nn.Linear(2, 2))
-
-
-# ---- process groups where communicators are split ------------------------------------------------
 
 
 class Rehearsal:
