@@ -9,7 +9,6 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -454,46 +453,24 @@ def loads_report(loads: list[float], bound: float, per_node: int | None = None, 
     return build_report(replace(plan, batches=batches, lower_bound_ms=bound), measured)
 
 
+def parsed(text: str) -> ElementTree.Element:
+    """Every tag is closed in order, but for those that HTML leaves open."""
+    return ElementTree.fromstring(re.sub(r"<!doctype html>|<meta[^>]*>", "", text))
+
+
 def pictures(text: str) -> list[list[tuple[str, list[ElementTree.Element], list[str]]]]:
-    """Of both pictures, parsed strictly: each group's title, rectangles and texts."""
-    found = []
-    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
-        groups = ElementTree.fromstring(svg).findall("g")
-        found.append(
-            [(g.find("title").text, g.findall("rect"), [t.text for t in g.findall("text")])
-             for g in groups]
-        )  # fmt: skip
+    """Of both pictures: each group's title, rectangles and texts."""
+    found = [
+        [(g.find("title").text, g.findall("rect"), [t.text for t in g.findall("text")])
+         for g in svg.findall("g")]
+        for svg in parsed(text).iter("svg")
+    ]  # fmt: skip
     assert len(found) == 2
     return found
 
 
 def size(rect: ElementTree.Element, name: str) -> float:
     return float(rect.get(name).rstrip("%"))
-
-
-class Checker(HTMLParser):
-    """Every tag is closed in order; notes tags and attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes {self.open[-3:]}"
 
 
 @pytest.mark.parametrize(
@@ -504,12 +481,13 @@ class Checker(HTMLParser):
 def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_node, measured):
     loads = [1.0 + rank % 7 / 100 for rank in range(world)]
     text = page(loads_report(loads, 1.0, per_node, loads if measured else None), tmp_path)
-    checked = Checker(text)
+    tags = {element.tag for element in parsed(text).iter()}
+    attributes = {name for element in parsed(text).iter() for name in element.attrib}
     assert text.startswith("<!doctype html>")
     assert 'content="width=device-width' in text
     assert len(text.encode()) < 100_000
-    assert checked.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
-    assert checked.attributes.isdisjoint({"src", "href", "xlink:href", "onload", "onclick"})
+    assert tags.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert attributes.isdisjoint({"src", "href", "xlink:href", "onload", "onclick"})
     assert not re.search(r"https?:|url\(|@import|javascript:|nan%", text)
     loads_drawn, mesh = pictures(text)
     assert 1 <= len(loads_drawn) <= 64 and 1 <= len(mesh) <= 64
@@ -560,7 +538,7 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     plan = measured_plan(note="<b>note</b> & more")
     plan = replace(plan, specs=replace(plan.specs, frozen=(evil,)))
     slow = page(build_report(plan, [2.0, 6.0]), tmp_path)
-    assert "script" not in Checker(slow).tags and slow.count("&lt;script&gt;") == 2
+    assert not [*parsed(slow).iter("script")] and slow.count("&lt;script&gt;") == 2
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
     assert 'class="verdict warn"' in slow and "re-planning would pay" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
