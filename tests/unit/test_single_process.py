@@ -694,26 +694,6 @@ def test_master_weights_keep_updates_that_bf16_would_lose(form):
         assert (moved > 0.0) is master_weights
 
 
-def halved(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.mul_(0.5)
-
-
-def clamped(model: nn.Module) -> None:
-    """No version of a parameter tells."""
-    for p in model.parameters():
-        p.data.clamp_(-0.03, 0.03)
-
-
-def pruned(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.detach().view(torch.int16).numpy()[::2] = 0
-
-
-def loaded(model: nn.Module) -> None:
-    model.load_state_dict(AllDifferent().bfloat16().state_dict())
-
-
 def loaded_in_place(model: nn.Module) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({"model": AllDifferent().bfloat16().state_dict()}, checkpoint_id=folder)
@@ -735,11 +715,20 @@ def masters_of(opt: dmuon.Muon) -> dict[int, Tensor]:
     return {i: entry["master_weight"].clone() for i, entry in entries}
 
 
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "halved": lambda m: [p.mul_(0.5) for p in m.parameters()],
+    # No version of a parameter tells.
+    "clamped": lambda m: [p.data.clamp_(-0.03, 0.03) for p in m.parameters()],
+    "pruned": lambda m: [p.view(torch.int16).numpy()[::2].fill(0) for p in m.parameters()],
+    "loaded": lambda m: m.load_state_dict(AllDifferent().bfloat16().state_dict()),
+    "loaded in place": loaded_in_place,
+    "swapped": swapped,
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])
-@pytest.mark.parametrize(
-    "edit", [halved, clamped, pruned, loaded, loaded_in_place, swapped], ids=lambda e: e.__name__
-)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @FORMS
 def test_whatever_is_written_to_weights_counts(form, edit, first):
     """As with float32 weights that get what is written, where it differs from what they round
