@@ -335,13 +335,15 @@ def start(*argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe)
 
 
-def test_a_closed_pipe_ends_quietly():
-    process = start(*SMALL, "--json", "-")
+@pytest.mark.parametrize("argv", [[*SMALL, "--json", "-"], ["plan", "--help"]])
+def test_a_closed_pipe_ends_quietly(argv):
+    process = start(*argv)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read().decode() == ""
     process.stderr.close()
-    assert process.wait() == CLOSED_PIPE
+    # argparse itself drops the error where standard output is not buffered.
+    assert process.wait() in ([0] * ("--help" in argv) + [CLOSED_PIPE])
 
 
 def test_the_command_runs_as_a_module():

@@ -841,6 +841,15 @@ def test_statistics_of_a_step(ns_dtype):
     assert all(count > 0 for count in stats["bytes"].values())
 
 
+@FORMS
+def test_frozen_parameters_may_be_passed_along(form):
+    model = TinyGPT()
+    model.blocks[0].requires_grad_(False)
+    pair = Pair(model, **form)
+    pair.train(range(2))
+    pair.assert_same()
+
+
 def test_adamws_step_counter_is_float32_whatever_the_default_dtype():
     model = TinyGPT()
     _, opt = dedicated(model)
