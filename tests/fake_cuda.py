@@ -32,26 +32,26 @@ from dmuon.api import Given, Request, assemble
 from dmuon.scheduler.shards import LocalShard, RankShards
 from dmuon.scheduler.specs import Box
 from dmuon.scheduler.topology import Topology
+from tests.unit.models import tree
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def llama(layers: int, hidden: int = 4096, kv: int = 1024, inner: int = 14336) -> Shapes:
+def llama(layers: int) -> Shapes:
     """The matrices of Llama-3-8B, and what AdamW updates between them."""
-    found: Shapes = {}
-    for i in range(layers):
-        for name, shape in {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "norm": (hidden,),
-        }.items():
-            found[f"layers.{i}.{name}.weight"] = shape
-    return found
+    hidden, kv, inner = 4096, 1024, 14336
+    layer = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "norm": (hidden,),
+    }  # fmt: skip
+    return {f"layers.{i}.{n}.weight": s for i in range(layers) for n, s in layer.items()}
+
+
+def largest(shapes: Shapes) -> int:
+    """Elements of the largest matrix."""
+    return max(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
 
 
 # ---- what is not there ---------------------------------------------------------------------
@@ -63,12 +63,12 @@ class _Work:
 
 
 class _Transport:
-    """One rank's, of a group in which all say the same."""
+    """The first rank's, of a group in which all say the same."""
 
-    failed = False
+    rank, failed = 0, False
 
-    def __init__(self, rank: int, world: int, shapes: Shapes, mesh: DeviceMesh) -> None:
-        self.rank, self.world, self._shapes, self._mesh = rank, world, shapes, mesh
+    def __init__(self, world: int, shapes: Shapes, mesh: DeviceMesh) -> None:
+        self.world, self._shapes, self._mesh = world, shapes, mesh
 
     def _go(self, *args: Any, **kwargs: Any) -> _Work:
         return _Work()
@@ -122,17 +122,13 @@ class _Replay:
     def __call__(self) -> None: ...
 
 
-def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
-    per = -(-rows // world)
-    return min(rows, rank * per), min(rows, (rank + 1) * per)
-
-
 def held(shapes: Shapes, rank: int, world: int) -> RankShards:
     """What a rank has of parameters whose rows are shared out, as by FSDP2."""
     found = []
-    for shape in shapes.values():
-        low, high = rows_of(shape[0], rank, world)
-        box = Box((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
+    for rows, *others in shapes.values():
+        per = -(-rows // world)
+        low, high = min(rows, rank * per), min(rows, (rank + 1) * per)
+        box = Box((low, *[0] * len(others)), (high - low, *others))
         found.append(LocalShard(tuple(range(world)), (), box))
     return RankShards.of(rank, found)
 
@@ -288,7 +284,6 @@ def _is_fake(value: Any) -> bool:
 class Rank:
     """A rank's optimizer on fake tensors; ``bound``: what was made when it was bound."""
 
-    model: nn.Module
     opt: dmuon.Muon
     bound: Count
     grads: list[tuple[nn.Parameter, torch.Size]]
@@ -300,32 +295,29 @@ class Rank:
     def step(self) -> Count:
         """Take a step with all gradients present."""
         for p, local in self.grads:
-            grad = torch.empty(local, dtype=p.dtype, device="cuda:0")
-            p.grad = DTensor.from_local(
-                grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            p.grad = shard_of(local, p.shape, p.device_mesh)
         with Count() as count:
             self.opt.step()
         self.opt.zero_grad()
         return count
 
 
+def shard_of(local: Sequence[int], shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+    """A rank's rows of a tensor of this shape."""
+    stride = torch.empty(shape, device="meta").stride()
+    rows = torch.empty(local, device="cuda:0")
+    return DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
 @contextmanager
-def rank_of(
-    shapes: Shapes,
-    world: int,
-    rank: int = 0,
-    *,
-    dtype: torch.dtype = torch.float32,
-    planner: dmuon.PlannerOptions | None = None,
-    **muon: Any,
-) -> Iterator[Rank]:
-    """One of ``world`` ranks among which FSDP2 has shared out the rows of a model."""
-    named: list[tuple[str, nn.Parameter]] = []
+def rank_of(shapes: Shapes, world: int, **muon: Any) -> Iterator[Rank]:
+    """The first of ``world`` ranks among which FSDP2 has shared out the rows of a model."""
     with ExitStack() as stack:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         stack.callback(dist.destroy_process_group)
-        mine = dict(zip(shapes, held(shapes, rank, world).shards, strict=True))
+        mine = dict(zip(shapes, held(shapes, 0, world).shards, strict=True))
         for target, attribute, value in (
             (torch.cuda, "is_available", lambda: False),  # else fake tensors ask the driver
             (torch.cuda, "device_count", lambda: 8),
@@ -346,42 +338,25 @@ def rank_of(
             stack.enter_context(mock.patch.object(target, attribute, value))
         mesh = DeviceMesh("cuda", torch.arange(world), mesh_dim_names=("dp",))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        root = nn.Module()
+        model, grads = tree(dict.fromkeys(shapes, ())), []
         for name, shape in shapes.items():
-            local = (mine[name].box.shape[0], *shape[1:])
-            p = nn.Parameter(
-                DTensor.from_local(
-                    torch.empty(local, dtype=dtype, device="cuda:0"), mesh, [Shard(0)],
-                    run_check=False, shape=torch.Size(shape),
-                    stride=torch.empty(shape, device="meta").stride(),
-                )
-            )  # fmt: skip
-            *path, leaf = name.split(".")
-            module = root
-            for part in path:
-                if not hasattr(module, part):
-                    module.add_module(part, nn.Module())
-                module = getattr(module, part)
-            module.register_parameter(leaf, p)
-            named.append((name, p))
-        transport = _Transport(rank, world, shapes, mesh)
+            path, _, leaf = name.rpartition(".")
+            local = torch.Size(mine[name].box.shape)
+            p = nn.Parameter(shard_of(local, shape, mesh))
+            setattr(model.get_submodule(path), leaf, p)
+            grads.append((p, local))
+        transport = _Transport(world, shapes, mesh)
         request = Request(
             "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
-            solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"), mesh=mesh,
+            solver="greedy", planner=dmuon.PlannerOptions(co_owners="off"), mesh=mesh,
         )  # fmt: skip
         assemble(
-            Given(root),
+            Given(model),
             request,
             transport,
             lambda: Topology.on_nodes((world,), ("dp",), [r // 8 for r in range(world)], "cuda"),
             lambda partition: transport,
         )
         with Count() as bound:
-            opt = dmuon.Muon(root, lr=1e-3, ns_dtype=torch.float16, **muon)
-        sizes = [(p, torch.Size((mine[n].box.shape[0], *p.shape[1:]))) for n, p in named]
-        yield Rank(root, opt, bound, sizes)
-
-
-def largest(shapes: Shapes) -> int:
-    """Elements of the largest matrix."""
-    return max(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+            opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float16, **muon)
+        yield Rank(opt, bound, grads)

@@ -18,13 +18,11 @@ accelerate = pytest.importorskip("accelerate")
 
 
 def fsdp2(**changes: Any) -> Any:
-    plugin = accelerate.FullyShardedDataParallelPlugin
     settings = {
-        "auto_wrap_policy": "transformer_based_wrap",
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
-    settings |= {"transformer_cls_names_to_wrap": ["Block"], "cpu_ram_efficient_loading": False}
-    return plugin(fsdp_version=2, **(settings | changes))
+        "auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT",
+        "transformer_cls_names_to_wrap": ["Block"], "cpu_ram_efficient_loading": False,
+    }  # fmt: skip
+    return accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **(settings | changes))
 
 
 def train(
@@ -102,16 +100,12 @@ def test_accumulation_without_sync(pools, tmp_path):
     pools(2).run(__name__, "runs", arguments)
 
 
-@pytest.mark.parametrize(
-    "given, plugin",
-    [
-        ("module", {}),
-        ("named parameters", {}),
-        ("module", {"state_dict_type": "FULL_STATE_DICT"}),
-        ("named parameters", {"activation_checkpointing": True}),
-        ("module", {"cpu_ram_efficient_loading": True}),
-    ],
-    ids=["module", "named", "whole checkpoint", "activation checkpointing", "loaded on rank 0"],
-)
+@pytest.mark.parametrize(("given", "plugin"), [
+    ("module", {}),
+    ("named parameters", {}),
+    ("module", {"state_dict_type": "FULL_STATE_DICT"}),
+    ("named parameters", {"activation_checkpointing": True}),
+    ("module", {"cpu_ram_efficient_loading": True}),
+], ids=["module", "named", "whole", "activation checkpointing", "loaded on rank 0"])  # fmt: skip
 def test_fsdp2(pools, tmp_path, plugin, given):
     common.saved_and_resumed(pools, runs, tmp_path, plugin=plugin, given=given)

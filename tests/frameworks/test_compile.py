@@ -31,10 +31,7 @@ def runs(rank, world, how, wrap):
     model: nn.Module = common.net()
     if how != "outside":
         model = compiled(model, how)
-    if wrap == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        model = fully_shard(model)
+    model = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
     if how == "outside":
         model = compiled(model, how)
     optimizer = common.muon(model)
@@ -43,15 +40,9 @@ def runs(rank, world, how, wrap):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    "how, wrap",
-    [
-        ("blocks", "ddp"),
-        ("blocks", "fsdp2"),
-        ("in place", "ddp"),
-        ("inside", "ddp"),
-        ("outside", "fsdp2"),
-    ],
-)
+@pytest.mark.parametrize(("how", "wrap"), [
+    ("blocks", "ddp"), ("blocks", "fsdp2"), ("in place", "ddp"), ("inside", "ddp"),
+    ("outside", "fsdp2"),
+])  # fmt: skip
 def test_compiled(pools, how, wrap):
     pools(2).run(__name__, "runs", {"how": how, "wrap": wrap})

@@ -211,9 +211,6 @@ def test_wait_points_cover_all_parameters_and_have_one_root(model):
     assert len({id(point.module) for point in points}) == len(points)
 
 
-# ---- nothing is waited for too early -----------------------------------------------------
-
-
 def test_a_block_starts_while_later_blocks_still_travel():
     model = TinyGPT(blocks=3)
     ready, _ = watch(model)
@@ -228,24 +225,21 @@ def test_a_block_starts_while_later_blocks_still_travel():
     assert seen == [[j <= i for j in range(3)] for i in range(3)]
 
 
-# ---- state dicts, removal, copies --------------------------------------------------------
-
-
 @pytest.fixture
 def counting():
-    """A model with wait points, how often they waited and drained, and their removers."""
+    """A model with wait points, and how often they waited and drained."""
     model, calls = TinyGPT(), {"wait": 0, "drain": 0}
 
     def count(name: str) -> None:
         calls[name] += 1
 
-    points = wait_points(model)
-    removers = [attach(p, lambda: count("wait"), lambda: count("drain")) for p in points]
-    return model, calls, [remove for some in removers for remove in some]
+    for point in wait_points(model):
+        attach(point, lambda: count("wait"), lambda: count("drain"))
+    return model, calls
 
 
 def test_state_dicts_of_the_model_and_of_its_blocks_drain(counting):
-    model, calls, _ = counting
+    model, calls = counting
     state = model.state_dict()
     for read_or_write in (
         model.state_dict,
@@ -259,18 +253,9 @@ def test_state_dicts_of_the_model_and_of_its_blocks_drain(counting):
     assert calls["wait"] == 0
 
 
-def test_removing_leaves_no_hook_behind(counting):
-    model, _, removers = counting
-    for remove in removers:
-        remove()
-    tables = [name for name in vars(model) if name.endswith("hooks")]
-    assert "_forward_pre_hooks" in tables
-    assert not any(getattr(module, name) for module in model.modules() for name in tables)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_hooked_model_has_inert_hooks(duplicate, counting):
-    model, calls, _ = counting
+    model, calls = counting
     copied = duplicate(duplicate(model))  # a copy of a copy too
     before = calls | {"wait": 0}
     calls["wait"] = 0

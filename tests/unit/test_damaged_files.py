@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import tempfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from dmuon.scheduler.costs import (
     cache_path,
     read_cache,
 )
+from dmuon.scheduler.json_files import sha256
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import OwnerLimits
@@ -69,37 +69,29 @@ GROUPED = CostTable(
 TINY = CostTable("tiny", {A: {1: 3.0, 2: 5.0, 3: 8.0}, B: {1: 2.0, 2: 4.0}})
 
 
-BOUNDLESS = PlannerOptions(owner_memory_bytes=10**30, max_batch=40)
-
-
 @cache
 def plans() -> tuple[OwnershipPlan, ...]:
     h100 = CostTable.analytic("h100")
     loads = {"fixed_ms": (0.1, 0.0, 0.2, 0.0), "fixed_bytes": (5, 0, 0, 9)}
-    domains = {"domains": ((0, 1, 2, 3), (2, 3), (1,)), "domain_of": tuple(i % 3 for i in range(9))}
-    return (
-        solve(specs_of([A] * 4 + [B] * 2), Topology.flat(3), TINY),
-        solve(specs_of([A, A, B, B, A]), Topology.flat(2), TINY, solver="round_robin"),
-        solve(
-            specs_of([A, B, C] * 5, rest=2),
-            Topology.flat(4),
-            h100,
-            solver="milp",
-            limits=OwnerLimits(**loads, memory_bytes=1_000_000),
-        ),
-        solve(
-            specs_of([A, B, C] * 3),
-            Topology((2, 2), ("node", "gpu"), 2),
-            h100,
-            solver="greedy",
-            limits=OwnerLimits(**domains),
-            layout=Layout.SHARDED,
-        ),
-        solve(specs_of([A, B] * 4 + [C]), Topology.on_nodes((3,), ("dp",), [0, 1, 0]), GROUPED),
-        solve(specs_of([], rest=2), Topology.flat(2), h100),
-        # A cap beyond all memory, and large batches.
-        solve(specs_of([A] * 30), Topology.flat(2), h100, options=BOUNDLESS),
+    capped = OwnerLimits(**loads, memory_bytes=1_000_000)
+    domains = OwnerLimits(domains=((0, 1, 2, 3), (2, 3), (1,)), domain_of=(0, 1, 2) * 3)
+    mesh, on_nodes = (
+        Topology((2, 2), ("node", "gpu"), 2),
+        Topology.on_nodes((3,), ("dp",), [0, 1, 0]),
     )
+    boundless = PlannerOptions(owner_memory_bytes=10**30, max_batch=40)
+    flat = Topology.flat
+    return (
+        solve(specs_of([A] * 4 + [B] * 2), flat(3), TINY),
+        solve(specs_of([A, A, B, B, A]), flat(2), TINY, solver="round_robin"),
+        solve(specs_of([A, B, C] * 5, rest=2), flat(4), h100, solver="milp", limits=capped),
+        solve(specs_of([A, B, C] * 3), mesh, h100, solver="greedy", limits=domains,
+              layout=Layout.SHARDED),
+        solve(specs_of([A, B] * 4 + [C]), on_nodes, GROUPED),
+        solve(specs_of([], rest=2), flat(2), h100),
+        # A cap beyond all memory, and large batches.
+        solve(specs_of([A] * 30), flat(2), h100, options=boundless),
+    )  # fmt: skip
 
 
 KEY = CacheKey("Some GPU (80 GB)", "2.13.0", "torch-1", "float16", 5)
@@ -179,9 +171,8 @@ def damage_tree(draw: st.DrawFn, data: Any) -> None:
 
 def damage_text(draw: st.DrawFn, text: str) -> str:
     at = draw(st.integers(0, len(text) - 1))
-    here = draw(
-        st.sampled_from(["", "[", "{", '"', "\\", ",", "-", "\x00", "9" * 5_000, deep(500)])
-    )
+    odd = ["", "[", "{", '"', "\\", ",", "-", "\x00", "9" * 5_000, deep(500)]
+    here = draw(st.sampled_from(odd))
     if draw(st.booleans()):
         return text[:at] + here + text[at + draw(st.integers(0, 2)) :]
     name = draw(st.sampled_from(re.findall(r'"[a-z_]+": ', text) or ['"x": ']))
@@ -246,32 +237,6 @@ def check_owners(data: dict[str, Any]) -> None:
     assert limits["memory_bytes"] is None or max(stored) <= limits["memory_bytes"]
 
 
-def optimum_of(data: dict[str, Any]) -> float | None:
-    """The least makespan of all assignments, by trying them; None where that is too much."""
-    matrices, limits = data["specs"]["matrices"], data["limits"]
-    world = math.prod(data["topology"]["shape"])
-    if world ** len(matrices) > 1_000 or limits["memory_bytes"] is not None:
-        return None
-    price = {tuple(key): ms for key, ms, *_ in data["prices"]}
-    domains = limits["domains"] or [list(range(world))]
-    domain_of = limits["domain_of"] or [0] * len(matrices)
-
-    @cache
-    def split(key: tuple[Any, ...], count: int) -> float:
-        row = price[key]
-        sizes = range(1, min(count, len(row)) + 1)
-        return min((split(key, count - b) + row[b - 1] for b in sizes), default=0.0)
-
-    best = math.inf
-    for owners in itertools.product(*(domains[domain] for domain in domain_of)):
-        loads = list(limits["fixed_ms"]) or [0.0] * world
-        held = Counter((o, domain_of[i], *key_of(matrices[i])) for i, o in enumerate(owners))
-        for (owner, _, *key), count in held.items():
-            loads[owner] += split(tuple(key), count)
-        best = min(best, max(loads))
-    return best
-
-
 def check_verdict(text: str, certificate: Certificate) -> None:
     """What is called proven is true of the JSON."""
     assert str(certificate)
@@ -282,19 +247,11 @@ def check_verdict(text: str, certificate: Certificate) -> None:
     if not certificate.proven:
         assert not data["prices"] or data["proof"] is None
         return
-    makespan = makespan_of(data)
+    makespan, proven = makespan_of(data), certificate.lower_bound_ms
     tolerance = 1e-6 * makespan + 1e-6
     assert certificate.makespan_ms == pytest.approx(makespan, abs=tolerance)
-    assert data["lower_bound_ms"] <= makespan + tolerance
-    assert data["lower_bound_ms"] <= certificate.lower_bound_ms + tolerance
-    best = optimum_of(data)
-    if best is not None:
-        assert certificate.lower_bound_ms <= best + tolerance
-    if data["status"] == "optimal":
-        assert certificate.lower_bound_ms >= makespan - tolerance
-
-
-# ---- plans -------------------------------------------------------------------------------
+    assert data["lower_bound_ms"] <= min(makespan, proven) + tolerance
+    assert data["status"] != "optimal" or proven >= makespan - tolerance
 
 
 @contextlib.contextmanager
@@ -317,7 +274,6 @@ def test_undamaged_plans_hold():
         certificate = certify(plan)
         assert certificate.ok and certificate.proven
         check_verdict(plan.to_json(), certificate)
-    assert optimum_of(json.loads(plans()[0].to_json())) == pytest.approx(plans()[0].makespan_ms)
 
 
 @many
@@ -375,16 +331,12 @@ def test_every_edit_of_a_saved_plan_is_found(number):
         with pytest.raises(PlanError):
             OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
     assert edits > 200
-    data["note"] = "better than it looks"
+    better = data | {"note": "better than it looks", "seconds": 0.25}
     with pytest.raises(PlanError, match=r"its digest is not that.*plan again, or change"):
-        OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
+        OwnershipPlan.from_json(json.dumps(better))
 
 
 # ---- what is no file -----------------------------------------------------------------------
-
-
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
 
 
 def make_socket(path: Path) -> None:
@@ -392,10 +344,9 @@ def make_socket(path: Path) -> None:
         made.bind(path.name)  # the path itself may be too long
 
 
-NO_FILES = [make_fifo, make_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")]
-
-
-@pytest.mark.parametrize("make", NO_FILES)
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, make_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")]
+)
 def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = cache_path(tmp_path, KEY)
@@ -436,18 +387,14 @@ def test_files_of_the_command_appear_whole(flag, tmp_path):
     assert main([*arguments[:-1], "/dev/null"]) == 0
 
 
-HOSTILE = "a\x1b[2J\u202e\r\x07.<b>"
-
-
 def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
+    hostile = "a\x1b[2J\u202e\r\x07.<b>"
     specs = specs_of([A, A, B])
-    names = [f"{HOSTILE}{i}" for i in range(3)]
-    specs = replace(
-        specs,
-        parameters=tuple(replace(p, name=n) for p, n in zip(specs.parameters, names)),
-        matrices=tuple(replace(m, name=n) for m, n in zip(specs.matrices, names)),
-    )
-    plan = solve(specs, Topology.flat(2), TINY)
+    named = {
+        kind: tuple(replace(one, name=f"{hostile}{i}") for i, one in enumerate(ones))
+        for kind, ones in (("parameters", specs.parameters), ("matrices", specs.matrices))
+    }
+    plan = solve(replace(specs, **named), Topology.flat(2), TINY)
     lie = replace(plan, limits=OwnerLimits(domains=((0,),), domain_of=(0, 0, 0)))
     (tmp_path / "plan.json").write_text(lie.to_json())
     report = build_report(plan)
@@ -486,11 +433,20 @@ def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
     check_verdict(plan.to_json(), certificate)
 
 
+def foreign() -> str:
+    """Other times, of another torch."""
+    other = {"key": asdict(replace(KEY, torch="1.0")), "digest": None}
+    data = json.loads(cache_file().replace("1.7", "2.7")) | other
+    return json.dumps(data | {"digest": sha256(data)})
+
+
 @settings(many, max_examples=60)
 @given(damaged(lambda: (cache_file(),)))
 @example((0, "[" * 100_000))
 @example((0, ""))
-def test_a_damaged_cache_is_never_believed_and_made_anew(case):
+@example((0, foreign()))
+@example((0, cache_file().replace("1.7", "2.7")))  # a time, but not what was measured
+def test_a_damaged_or_foreign_cache_is_never_believed_and_made_anew(case):
     _, text = case
     with tempfile.TemporaryDirectory() as folder:
         path = cache_path(folder, KEY)
@@ -520,32 +476,26 @@ def hostile(**changes: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (deep(10_000), "nested 10,000 deep, expected at most 16"),
-        ("[" * 1_000_000, "nested 1,000,000 deep"),
-        (hostile(note="X").replace('"X"', deep(100)), "nested 101 deep"),
-        (hostile(note='\\"[[[' * 99).replace('"seconds"', f'"a": {deep(99)}, "seconds"'), "nested"),
-        ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
-        (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
-        (hostile(topology__shape=[10**9]), "at most 100,000 ranks"),
-        (
-            hostile(topology__shape=[10**5, 10**5], topology__axes=["a", "b"]),
-            "at most 100,000 ranks",
-        ),
-        (hostile(seconds=10**30), "seconds: expected a number"),
-        (hostile(seconds=0).replace('"seconds": 0', '"seconds": 1e999'), r"infinite.*1e999"),
-        (hostile(seconds=math.nan), "NaN"),
-        (hostile(seconds=10**400), "401 digits"),
-        (
-            hostile(seconds=0).replace('"seconds": 0', '"seconds": 0, "seconds": 1'),
-            "'seconds' twice",
-        ),
-        (hostile(note=["x"]), r"note: expected a text.*found a list"),
-        (hostile(specs__parameters=7), "specs.parameters: expected a list, found 7"),
-    ],
-)
+SECONDS = hostile(seconds=0)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (deep(10_000), "nested 10,000 deep, expected at most 16"),
+    ("[" * 1_000_000, "nested 1,000,000 deep"),
+    (hostile(note="X").replace('"X"', deep(100)), "nested 101 deep"),
+    (hostile(note='\\"[[[' * 99).replace('"seconds"', f'"a": {deep(99)}, "seconds"'), "nested"),
+    ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
+    (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
+    (hostile(topology__shape=[10**9]), "at most 100,000 ranks"),
+    (hostile(topology__shape=[10**5] * 2, topology__axes=["a", "b"]), "at most 100,000 ranks"),
+    (hostile(seconds=10**30), "seconds: expected a number"),
+    (SECONDS.replace('"seconds": 0', '"seconds": 1e999'), r"infinite.*1e999"),
+    (hostile(seconds=math.nan), "NaN"),
+    (hostile(seconds=10**400), "401 digits"),
+    (SECONDS.replace('"seconds": 0', '"seconds": 0, "seconds": 1'), "'seconds' twice"),
+    (hostile(note=["x"]), r"note: expected a text.*found a list"),
+    (hostile(specs__parameters=7), "specs.parameters: expected a list, found 7"),
+])  # fmt: skip
 def test_what_would_take_memory_or_time_is_refused_before_it_does(text, message):
     tracemalloc.start()
     try:
@@ -569,18 +519,14 @@ def test_many_unlike_domains_are_verified_with_bounded_work():
     """60 shapes in 40 domains, prices and duals that leave every knapsack crowded."""
     shapes, count = 60, 20
     keys = [(64 + 8 * s, 300 + 7 * s, "float32") for s in range(shapes) for _ in range(count)]
-    data = by_hand(
-        keys,
-        80,
-        domains=[[r for r in range(80) if (r * 7 + p * 11) % 83 % 2] for p in range(40)],
-        domain_of=[i // count % 40 for i in range(len(keys))],
-    )
+    domains = [[r for r in range(80) if (r * 7 + p * 11) % 83 % 2] for p in range(40)]
+    domain_of = [i // count % 40 for i in range(len(keys))]
+    data = by_hand(keys, 80, domains=domains, domain_of=domain_of)
     for s, price in enumerate(data["prices"]):
         price[1] = [(k + 1) * (1 + (s * 37 + k * 61) % 97 / 3_000) for k in range(count)]
         price[2] *= count
     values = [10**9 + s * 7_919_000 % 10**7 for s in range(shapes)]
-    data["proof"] = [[values, [0] * shapes], -1]
-    data["lower_bound_ms"] = 1_000.0
+    data |= {"proof": [[values, [0] * shapes], -1], "lower_bound_ms": 1_000.0}
     plan = OwnershipPlan.from_json(sealed(data))
     prices = {row.key: row.ms for row in plan.prices}
     problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)
@@ -598,21 +544,16 @@ def test_many_unlike_domains_are_verified_with_bounded_work():
 
 def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
     ranks, shapes = 50_000, 2_100
-    data = by_hand(
-        [(1 + i, 2_101, "float32") for i in range(shapes)],
-        ranks,
-        domains=[list(range(ranks)), [0, 1]],
-        domain_of=[i % 2 for i in range(shapes)],
-    )
+    keys = [(1 + i, 2_101, "float32") for i in range(shapes)]
+    domain_of = [i % 2 for i in range(shapes)]
+    data = by_hand(keys, ranks, domains=[list(range(ranks)), [0, 1]], domain_of=domain_of)
     path = tmp_path / "plan.json"
     path.write_text(sealed(data))
-    with pytest.raises(SizeError, match=r"too large to plan or to verify: 105,000,000 shapes"):
+    told = r"too large to plan or to verify: 105,000,000 shapes"
+    with pytest.raises(SizeError, match=told):
         certify(OwnershipPlan.from_json(path.read_text()))
     assert main(["plan", "--verify", str(path)]) == 2
     assert "too large" in capsys.readouterr().err
-
-
-# ---- exit statuses -----------------------------------------------------------------------
 
 
 def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):
@@ -625,9 +566,6 @@ def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert (status, out) == (CRASHED, "")
         assert "Traceback" in err and type(defect).__name__ in err
-
-
-def test_the_statuses_are_in_the_help_and_on_the_page(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     told = " ".join(capsys.readouterr().out.split())

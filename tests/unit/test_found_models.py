@@ -60,11 +60,12 @@ def routes(given: Any, **dedicate: Any) -> dict[str, Any]:
     }
 
 
-def alike(given: Any, model: nn.Module, **dedicate: Any) -> None:
+def alike(given: Any, model: nn.Module, by_the_same_names: bool = False, **dedicate: Any) -> None:
     expected = routes(model, **dedicate)
     found = routes(given, **dedicate)
     assert sorted(map(str, found.values())) == sorted(map(str, expected.values()))
     assert all(found[name] == expected[name] for name in found.keys() & expected.keys())
+    assert not by_the_same_names or found.keys() == expected.keys()
 
 
 class Peculiar(nn.Module):
@@ -98,16 +99,24 @@ class Headed(nn.Module):
         return self.decode
 
 
-SMALL = {"TinyGPT": TinyGPT, "Mixed": Mixed, "Peculiar": Peculiar, "Headed": Headed}
+def computed() -> nn.Module:
+    """A weight that is computed from others, and the last stage of a pipeline."""
+    model = nn.ModuleDict({"a": parametrizations.weight_norm(nn.Linear(6, 5))})
+    model["word_embeddings"] = nn.Linear(8, 30, bias=False)
+    return model
+
+
+SMALL = {
+    "TinyGPT": TinyGPT, "Mixed": Mixed, "Peculiar": Peculiar, "Headed": Headed,
+    "computed": computed,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
 def test_every_form_is_routed_as_the_model(name, form):
     model = SMALL[name]() if name in SMALL else skeleton(name)
-    alike(form(model), model)
-    if form is not FORMS["by their last names"]:
-        assert routes(form(model)).keys() == routes(model).keys()
+    alike(form(model), model, form is not FORMS["by their last names"])
 
 
 @pytest.mark.parametrize("family", REAL)
@@ -122,12 +131,6 @@ def test_splits_and_heads_go_by_the_names_that_are_found():
     settings = {"splits": dict(model.splits), "heads": dict(model.heads)}
     for form in FORMS.values():
         alike(form(model), model, **settings)
-
-
-def test_a_convolution_named_down_is_one_matrix():
-    model = Peculiar()
-    found = routes([{"params": list(model.named_parameters()), "lr": 0.1}])
-    assert [shape for shape, *_ in found["blocks.0.down.weight"][2]] == [(7, 21)]
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -172,17 +175,15 @@ def test_a_part_is_routed_as_in_its_model(part):
 def test_a_single_layer_and_the_layers_of_a_list_belong_to_their_model():
     model = tree({"out.weight": (9, 6)})
     model.embed = nn.Embedding(9, 6)
-    model.layers = nn.ModuleList(numbered_block() for _ in range(3))
+    model.layers = nn.ModuleList(
+        nn.ModuleDict({"score": nn.Linear(6, 6), "mix": nn.Linear(6, 4)}) for _ in range(3)
+    )
     expected = routes(model)
     assert "as large as embedding" in expected["out.weight"][1]
     assert routes([model.out.weight]) == {"out.weight": expected["out.weight"]}
     for i, layer in enumerate(model.layers):
         found = routes(layer.parameters())
         assert found == {n: expected[n] for n in found} and f"layers.{i}.score.weight" in found
-
-
-def numbered_block() -> nn.Module:
-    return nn.ModuleDict({"score": nn.Linear(6, 6), "mix": nn.Linear(6, 4)})
 
 
 def test_two_models_of_one_optimizer_and_one_of_two():
@@ -199,21 +200,6 @@ def test_two_models_of_one_optimizer_and_one_of_two():
     before = other.weight.detach().clone()
     opt.step()
     assert not torch.equal(before, other.weight)
-
-
-def test_last_pipeline_stage_with_an_untied_linear_called_word_embeddings():
-    stage = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)])})
-    stage["word_embeddings"] = nn.Linear(8, 30, bias=False)
-    for form in FORMS.values():
-        alike(form(stage), stage)
-
-
-def test_weights_that_are_computed_from_others():
-    model = nn.ModuleDict(
-        {"a": parametrizations.weight_norm(nn.Linear(6, 5)), "b": nn.Linear(5, 4)}
-    )
-    for form in FORMS.values():
-        alike(form(model), model)
 
 
 def test_modules_that_the_collector_does_not_list():
@@ -235,9 +221,6 @@ def test_nothing_stays_alive_because_something_else_is_frozen():
     assert [reference() for reference in gone] == [None, None]
 
 
-# ---- what is trained ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_every_form_trains_as_the_reference(form):
     model = TinyGPT()
@@ -250,45 +233,39 @@ def test_every_form_trains_as_the_reference(form):
     assert_within(weights(model), weights(twin), 1e-5)
 
 
-ALL_FORMS = FORMS | {"module": lambda m: m}
+ALL_FORMS = FORMS | {
+    "module": lambda m: m,
+    "roles": lambda m: [
+        {"params": [p for n, p in m.named_parameters() if ("blocks" in n and p.ndim > 1) is muon],
+         "use_muon": muon} for muon in (True, False)
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
-def test_parameters_that_a_framework_puts_into_the_groups_are_trained(form):
-    """Those of a copy, while the module lives that the optimizer was made of."""
+@pytest.mark.parametrize("where", ["groups", "module", "both"])
+def test_parameters_that_a_framework_exchanges_are_trained(where, form):
+    """In the groups, for those of a copy, while the module lives that the optimizer was made of; in
+    the module alone, as `fully_shard` and `to_empty` do; in both, as accelerate does."""
     model = TinyGPT()
     opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
-    trained = copy.deepcopy(model)
-    others = dict(zip(model.parameters(), trained.parameters(), strict=True))
+    trained = copy.deepcopy(model) if where == "groups" else model
     before = weights(model)
-    for group in opt.param_groups:
-        group["params"] = [others[p] for p in group["params"]]
+    made = {}
+    for module, its in zip(model.modules(), trained.modules(), strict=True):
+        for name, p in list(module.named_parameters(recurse=False)):
+            made[p] = nn.Parameter(p.detach().clone())
+            setattr(its, name, made[p])
+    if where != "module":
+        for group in opt.param_groups:
+            group["params"] = [made[p] for p in group["params"]]
     twin = clone(trained)
     train(trained, opt, tokens(), range(2))
     train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
     assert_bitwise(weights(trained), weights(twin))
-    assert_bitwise(weights(model), before)
-
-
-def replace_all(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(p.detach().clone()))
-
-
-@pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
-def test_parameters_that_no_module_holds_any_more_are_exchanged(form):
-    """As `fully_shard` and `to_empty` replace them."""
-    model = TinyGPT()
-    opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
-    replace_all(model)
-    twin = clone(model)
-    train(model, opt, tokens(), range(2))
-    train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
-    assert_bitwise(weights(model), weights(twin))
-
-
-# ---- where no module holds them ----------------------------------------------------------
+    assert opt.state.keys() == set(trained.parameters())
+    if where == "groups":
+        assert_bitwise(weights(model), before)
 
 
 def parameter(*shape: int) -> Tensor:
@@ -302,22 +279,14 @@ def test_names_decide_where_no_module_holds_a_parameter():
     assert [str(route[0].value) for route in found.values()] == ["adamw", "muon", "muon"]
 
 
-WAYS = r"pass the model.*dedicate_params\(model\) first.*algorithm="
-
-
 def test_a_stack_or_a_convolution_that_no_module_holds_is_refused():
     named = [("down.weight", parameter(7, 7, 3)), ("up.weight", parameter(6, 4))]
-    with pytest.raises(SelectionError, match=rf"'down\.weight' of shape \[7, 7, 3\].*{WAYS}"):
+    ways = r"pass the model.*dedicate_params\(model\) first.*algorithm="
+    with pytest.raises(SelectionError, match=rf"'down\.weight' of shape \[7, 7, 3\].*{ways}"):
         dmuon.Muon(named)
     assert len(routes(named, splits={"down.weight": [3, 4]})["down.weight"][2]) == 14
-    assert len(routes(named, heads={"down.weight": 7})["down.weight"][2]) == 49
     assert len(routes(named, select=lambda n, p: True)["down.weight"][2]) == 7
-    said = [{"params": [named[0][1]], "algorithm": "muon"}, {"params": named[1:2]}]
     with pytest.raises(OwnershipError, match=r"a param group has|names"):
         dmuon.Muon([{"params": [named[0]]}, {"params": [named[1][1]]}])
-    assert len(routes(said[:1])["param_groups.0.0"][2]) == 7
-
-
-def test_neither_names_nor_modules_is_refused():
-    with pytest.raises(OwnershipError, match=rf"group 0.*without names.*{WAYS}"):
-        dmuon.Muon([parameter(4, 4)])
+    roles = [{"params": [named[0][1]], "algorithm": "muon"}]
+    assert len(routes(roles)["param_groups.0.0"][2]) == 7

@@ -78,11 +78,6 @@ def test_every_rank_has_one_place_and_the_process_groups_partition_the_mesh(
         assert sorted(r for ranks in found for r in ranks) == list(range(world))
 
 
-def test_only_tensor_parallelism_makes_one_data_rank():
-    grid = Grid.of(Topology((4,), ("tp",), 4), {"tp"})
-    assert grid.shape == (1, 1, 4) and grid.data_ranks == 1
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_element_is_kept_at_exactly_one_place(mesh):
     plan, slices = slices_of(mesh)
@@ -133,14 +128,11 @@ def test_a_bucket_carries_every_gradient_once(mesh):
     assert all((count == 1).all() for count in sent)
 
 
-@pytest.mark.parametrize(
-    ("rows", "fits"),
-    [
-        ([(0, 5), (5, 5), (0, 5), (5, 5)], True),
-        ([(0, 5), (5, 5), (0, 4), (4, 6)], False),  # not alike on all data ranks
-        ([(0, 4), (5, 5), (0, 4), (5, 5)], False),  # a row is nowhere
-    ],
-)
+@pytest.mark.parametrize(("rows", "fits"), [
+    ([(0, 5), (5, 5), (0, 5), (5, 5)], True),
+    ([(0, 5), (5, 5), (0, 4), (4, 6)], False),  # not alike on all data ranks
+    ([(0, 4), (5, 5), (0, 4), (5, 5)], False),  # a row is nowhere
+])  # fmt: skip
 def test_slices_must_be_alike_on_all_data_ranks_and_tile_the_parameter(rows, fits):
     plan, grid = plan_of((1, 2, 2))
     others = [LocalShard((0,), (), Box.at_origin(p.shape)) for p in plan.specs.parameters[1:]]

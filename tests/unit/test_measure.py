@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -143,26 +145,21 @@ def test_a_tight_budget_reaches_all_once_and_a_run_counts_alone():
     assert len(times_of(cases, timer, 3.2 * total)) == 4
     assert max(Counter(timer.runs).values()) <= 4
     single = MODEL.batch_ms(LARGE, 1) / 1e3
-    for device, share, runs in (
-        (CPU, 1.5, 1),
-        (CPU, 0.5, 0),
-        (torch.device("cuda"), 2.5, 0),  # it is compiled, captured, and only then timed
-        (torch.device("cuda"), 3.5, 1),
-    ):
+    cuda = torch.device("cuda")  # it is compiled, captured, and only then timed
+    for device, share, runs in ((CPU, 1.5, 1), (CPU, 0.5, 0), (cuda, 2.5, 0), (cuda, 3.5, 1)):
         timer = FakeTimer(as_modelled())
         timer.device = device
         assert len(times_of([Case(LARGE, 1)], timer, share * single)) == bool(timer.runs) == runs
 
 
-case_lists = st.lists(
-    st.tuples(st.sampled_from([8, 32, 100, 300, 700]), st.integers(1, 4), st.integers(1, 5)),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda t: t[:2],
+sizes = st.tuples(st.sampled_from([8, 32, 100, 300, 700]), st.integers(1, 4), st.integers(1, 5))
+
+
+@given(
+    st.lists(sizes, min_size=1, max_size=12, unique_by=lambda t: t[:2]),
+    st.floats(1e-6, 3.0),
+    st.randoms(use_true_random=False),
 )
-
-
-@given(case_lists, st.floats(1e-6, 3.0), st.randoms(use_true_random=False))
 @settings(max_examples=100)
 def test_the_budget_is_overrun_by_one_run_at_most(items, budget, rng):
     lengths: list[float] = []
@@ -298,18 +295,11 @@ def test_the_gate_catches_a_wrong_kernel(dtype):
 
         with mock.patch.object(Orthogonalizer, "run", planted):
             assert gate_errors(case, [choice], CPU)[choice] > limit
-
-    def failing(runner, call, x):
-        if "gram" in call.kernel:
-            raise RuntimeError("PassManager::run failed")
-        return real(runner, call, x)
-
-    with mock.patch.object(Orthogonalizer, "run", failing):
-        triton = KernelChoice("gram", (2,), "triton", dtype)
-        with pytest.warns(RuntimeWarning, match="PassManager"):
-            assert gate_errors(case, [triton], CPU) == {triton: math.inf}, "it does not compile"
-        with pytest.raises(RuntimeError, match="PassManager"):  # something is wrong with torch
-            gate_errors(case, [choice], CPU)
+    with (
+        mock.patch.object(Orthogonalizer, "run", side_effect=RuntimeError("PassManager")),
+        pytest.raises(RuntimeError, match="PassManager"),  # something is wrong with torch
+    ):
+        gate_errors(case, [choice], CPU)
 
 
 TRITON = "gram[2]/triton-64x64-w4-s4/float32"
@@ -329,14 +319,14 @@ def test_an_optional_kernel_that_fails_is_left_out_with_a_warning(when, failure)
     real = Orthogonalizer.run
 
     def failing(runner, call, x):
-        if "/triton" in call.kernel:
-            raise failure
-        return real(runner, call, x)
+        return fails_of_triton(call.kernel) or real(runner, call, x)
 
-    def seconds(case, kernel):
+    def fails_of_triton(kernel):
         if "/triton" in kernel:
             raise failure
-        return 2e-3 if kernel == RULE else 1e-3
+
+    def seconds(case, kernel):
+        return fails_of_triton(kernel) or (2e-3 if kernel == RULE else 1e-3)
 
     right = dict.fromkeys(choices, 0.0)
     planted = mock.patch("dmuon.measure.gate_errors", lambda *_, **how: right)
@@ -396,22 +386,17 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
 
 
 def test_a_kernel_that_fails_where_costs_are_measured_is_run_by_nobody():
-    def make(device, ns_dtype, **how):
-        def seconds(case, kernel):
-            if "/triton" in kernel:
-                raise FAILURES[0]
-            return 1e-3
-
-        timer = FakeTimer(seconds)
-        timer.ns_dtype = ns_dtype
-        return timer
+    def seconds(case, kernel):
+        if "/triton" in kernel:
+            raise FAILURES[0]
+        return 1e-3
 
     keys = [(48, 160, "float32"), (8, 8, "float32")]
     with (
         mock.patch("dmuon.measure.choose_kernels", return_value={ONE: TRITON}),
         pytest.warns(RuntimeWarning, match="'triton' is left out"),
     ):
-        table = costs_of(keys=keys, timer=make, fresh=True, ns_dtype=F32)
+        table = costs_of(keys=keys, timer=timers([], seconds), fresh=True, ns_dtype=F32)
     assert table.kernels[ONE.key] == {1: RULE}
     assert ONE.key not in table.entries and table.entries[keys[1]] == {1: 1.0}
 
@@ -455,11 +440,11 @@ def costs_of(folder=None, keys=KEYS, planner=None, device=CPU, **kwargs) -> Cost
     return measured_costs(LocalTransport(), keys, device, options, **kwargs)
 
 
-def timers(made: list[FakeTimer], factor: float = 1.0):
+def timers(made: list[FakeTimer], seconds: Any = None):
     """Makes fake timers, and notes those that measure costs: they are the last of each call."""
 
     def make(device, ns_dtype, **how):
-        made.append(FakeTimer(as_modelled(factor)))
+        made.append(FakeTimer(seconds or as_modelled()))
         made[-1].ns_dtype = ns_dtype
         return made[-1]
 
@@ -492,7 +477,9 @@ def test_what_is_cached_is_not_measured_again(tmp_path):
     made: list[FakeTimer] = []
     first = costs_of(tmp_path, timer=timers(made))
     assert measured_by(made) == {(6, 10, "float32"), (8, 8, "bfloat16")}
-    assert costs_of(tmp_path, timer=timers(made, 5.0)) == first and not measured_by(made)
+    assert costs_of(tmp_path, timer=timers(made, as_modelled(5.0))) == first and not measured_by(
+        made
+    )
     new = (3, 4, "float32")
     more = costs_of(tmp_path, [*KEYS, new], timer=timers(made))
     assert measured_by(made) == {new}
@@ -516,7 +503,7 @@ def test_what_is_cached_is_not_measured_again(tmp_path):
             cuda, timer = torch.device("cuda"), timers(made)
             costs_of(tmp_path, device=cuda, kernels=kernels, timer=timer)
             assert bool(measured_by(made)) == measures, graphs
-    fresh = costs_of(tmp_path, timer=timers(made, 4.0), fresh=True)
+    fresh = costs_of(tmp_path, timer=timers(made, as_modelled(4.0)), fresh=True)
     assert measured_by(made) == set(first.entries)
     assert fresh.entries[8, 8, "bfloat16"][1] == pytest.approx(
         4 * first.batch_ms(KEYS[-1], 1), rel=1e-5
@@ -611,15 +598,14 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
         mock.patch.object(timer, "_once", lambda *run: counts.update([run]) or mock.Mock()),
     ):
         for expected in (3, 4, 5):
-            for run_ in runs:
-                timer.run(*run_)
-                assert counts[run_] == expected
+            for one in runs:
+                timer.run(*one)
+                assert counts[one] == expected
 
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried():
     one, many = [(Case((32, 32, "float32"), batch), "") for batch in (1, 64)]
-    free = mock.patch("dmuon.devices.host_memory", return_value=(1 << 20, 1 << 30))
-    with free:
+    with mock.patch("dmuon.devices.host_memory", return_value=(1 << 20, 1 << 30)):
         assert OwnerTimer(CPU, torch.bfloat16).reserve([many, one]) == [one]
         assert OwnerTimer(CPU, torch.bfloat16, sharing=64).reserve([one]) == []
 
@@ -643,7 +629,7 @@ def warned(action: Callable[[], CostTable], count: int = 1) -> str:
     return "".join(str(w.message) for w in caught)
 
 
-def test_trouble_with_the_cache_is_a_warning(tmp_path, monkeypatch):
+def test_trouble_with_the_cache_is_a_warning(tmp_path):
     costs_of(tmp_path)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-20])
@@ -653,25 +639,22 @@ def test_trouble_with_the_cache_is_a_warning(tmp_path, monkeypatch):
     assert str(file) in warned(lambda: costs_of(file / "cache"))  # cannot be written
     with mock.patch("dmuon.scheduler.costs.cache_directory", return_value=None):
         assert "cache_dir" in warned(costs_of)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    costs_of()
-    assert len(list(tmp_path.glob("home/dmuon/*.json"))) == 1
 
 
-def test_a_line_appears_after_two_seconds_on_one_rank_and_a_terminal():
-    def drawn(times: list[float], terminal: bool = True, shown: bool = True) -> str:
-        out, now = io.StringIO(), iter([0.0, *times])
-        out.isatty = lambda: terminal
-        with (
-            mock.patch("sys.stderr", out),
-            progress_bar(4, "x", shown=shown, clock=lambda: next(now)) as show,
-        ):
-            for done, _ in enumerate(times):
-                show(done, Case((64, 256, "float32"), 8))
-        return out.getvalue()
-
-    assert drawn([1.0, 2.5]) == "\rx: 1/4, 8 x [64, 256]\x1b[K\r\x1b[K"
-    assert drawn([0.5, 1.9]) == drawn([5.0], shown=False) == drawn([5.0], terminal=False) == ""
+@pytest.mark.parametrize(("times", "terminal", "shown", "drawn"), [
+    ([1.0, 2.5], True, True, "\rx: 1/4, 8 x [64, 256]\x1b[K\r\x1b[K"),
+    ([0.5, 1.9], True, True, ""), ([5.0], True, False, ""), ([5.0], False, True, ""),
+])  # fmt: skip
+def test_a_line_appears_after_two_seconds_on_one_rank_and_a_terminal(times, terminal, shown, drawn):
+    out, now = io.StringIO(), iter([0.0, *times])
+    out.isatty = lambda: terminal
+    with (
+        mock.patch("sys.stderr", out),
+        progress_bar(4, "x", shown=shown, clock=lambda: next(now)) as show,
+    ):
+        for done, _ in enumerate(times):
+            show(done, Case((64, 256, "float32"), 8))
+    assert out.getvalue() == drawn
 
 
 # ---- the profile command -----------------------------------------------------------------
@@ -718,24 +701,20 @@ def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
     assert CostTable.load(path).origin((8, 8, "float32"), 2) == "measured"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--shapes", "8by8"], r"'8by8' is no shape"),
-        (["--shapes", "8x0"], r"'8x0' is no shape"),
-        (["--shapes", "8x8", "--dtype", "int8"], r"unknown dtype 'int8'.*float32"),
-        (["--shapes", "8x8", "--max-batch", "0"], "--max-batch: must be positive, found 0"),
-        (["--shapes", "8x8", "--budget", "0"], "--budget: must be positive, found 0"),
-        (["--shapes", "8x8", "--threads", "0"], "--threads: must be positive, found 0"),
-        (["--shapes", "8x8", "--out", "/no/such/folder/x.json"], "cannot write"),
-        (["--shapes", "8x8", "--device", "cuda"], "finds no such device here; try --device cpu"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--shapes 8by8", r"'8by8' is no shape"),
+    ("--shapes 8x0", r"'8x0' is no shape"),
+    ("--shapes 8x8 --dtype int8", r"unknown dtype 'int8'.*float32"),
+    ("--shapes 8x8 --max-batch 0", "--max-batch: must be positive, found 0"),
+    ("--shapes 8x8 --budget 0", "--budget: must be positive, found 0"),
+    ("--shapes 8x8 --threads 0", "--threads: must be positive, found 0"),
+    ("--shapes 8x8 --out /no/such/folder/x.json", "cannot write"),
+    ("--shapes 8x8 --device cuda", "finds no such device here; try --device cpu"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_status_two(tmp_path, capsys, options, message):
     with mock.patch("dmuon.devices.default_device", return_value=CPU):
-        assert profile(tmp_path, *options) == 2
+        assert profile(tmp_path, *options.split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("python -m dmuon profile: error: ") and err.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(err)
+    assert re.search(message, err)
     assert parse_shapes("4X5,4x5, 6x7") == [(4, 5), (6, 7)]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import dmuon
 from tests.unit.models import TinyGPT
@@ -46,20 +46,16 @@ def blocks(text: str) -> list[Block]:
 
 def prelude() -> dict[str, Any]:
     """Names that pages may use without defining them."""
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
     tokens = [torch.randint(11, (4, 6)) for _ in range(2)]
     return {
-        "torch": torch,
-        "nn": nn,
-        "dist": dist,
-        "dmuon": dmuon,
-        "build_model": TinyGPT,
-        "model": TinyGPT(),
-        "data": [(t, t.roll(-1, 1)) for t in tokens],
-        "loss_fn": lambda logits, targets: nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten()
-        ),
+        "torch": torch, "nn": nn, "dist": dist, "dmuon": dmuon, "build_model": TinyGPT,
+        "model": TinyGPT(), "data": [(t, t.roll(-1, 1)) for t in tokens], "loss_fn": loss_fn,
         "steps": 10,
-    }
+    }  # fmt: skip
 
 
 # Definitions that single pages need in addition.
@@ -157,9 +153,6 @@ def test_blocks_are_found_and_a_wrong_one_is_seen():
     with pytest.raises(ZeroDivisionError) as error:
         run("page.md", text.replace("not run: reason", ""))
     assert error.traceback[-1].lineno == 14 and str(error.traceback[-1].path).endswith("page.md")
-
-
-def test_every_python_block_of_a_page_is_found():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert len(blocks(text)) == len(re.findall(r"```python", text)), page

@@ -49,9 +49,6 @@ def descend(
             optimizer.step()
 
 
-# ---- against torch.optim.Muon ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,9 +102,6 @@ def test_the_orthogonalizer_gets_the_hyperparameters_of_newton_schulz():
     torch.testing.assert_close(p.detach(), start - expected, rtol=0, atol=0)
 
 
-# ---- momentum by hand --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("mode", ["ema", "sgd"])
 def test_two_steps_without_orthogonalization_by_hand(mode, nesterov):
@@ -133,9 +127,6 @@ def test_two_steps_without_orthogonalization_by_hand(mode, nesterov):
         torch.testing.assert_close(p.detach().double(), w, rtol=0, atol=1e-6)
 
 
-# ---- the rest ----------------------------------------------------------------------------
-
-
 def test_the_rest_is_torch_adamw_bitwise():
     model = TinyGPT()
     twin = clone(model)
@@ -153,11 +144,8 @@ def test_the_rest_is_torch_adamw_bitwise():
     train(model, ours, tokens(), range(6))
     train(twin, theirs, tokens(), range(6))
     assert_bitwise(dict(model.named_parameters()), dict(twin.named_parameters()))
-
-
-def test_adamw_inherits_rate_and_decay_by_default():
     group = ReferenceMuon(TinyGPT(), lr=0.02, weight_decay=0.3).adamw.param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3)
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3), "by default they are Muon's"
 
 
 def test_parameters_without_gradient_are_skipped():
@@ -168,9 +156,6 @@ def test_parameters_without_gradient_are_skipped():
     optimizer.step()
     assert torch.equal(unused, start)
     assert unused not in optimizer.state
-
-
-# ---- several matrices in one parameter ---------------------------------------------------
 
 
 class Separate(nn.Module):

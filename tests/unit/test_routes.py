@@ -70,9 +70,6 @@ def plans(draw) -> OwnershipPlan:
     return replace(plan, batches=tuple(draw(st.permutations(batches))))
 
 
-# ---- buckets -----------------------------------------------------------------------------
-
-
 def one_bucket(plan, members, dtype=None):
     others = {p: plan.specs.parameters[p].numel for p in plan.specs.adamw_parameters()}
     return gradient_bucket(Slices.flat(plan), members, others, 0, dtype)
@@ -186,9 +183,6 @@ def test_pieces_beside_each_other_are_refused_where_flat_ranges_travel(cut):
     assert [s.numel for s in Slices.flat(plan_of(whole, [1], 2)).spans(0, 0)] == [36]
 
 
-# ---- units -------------------------------------------------------------------------------
-
-
 @settings(max_examples=80)
 @given(plans(), st.data())
 def test_units_are_the_batches_cut_by_group(plan, data):
@@ -221,33 +215,11 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     assert order == sorted(order), "batches are executed in order of their first matrix"
 
 
-def test_one_group_leaves_the_batches_whole():
-    specs = specs_of([(2, 3, "float32")] * 4)
-    plan = plan_of(specs, [0] * 4, 1)
-    batches = (Batch(0, (0, 2), 3.0), Batch(0, (1, 3), 5.0))
-    plan = replace(plan, batches=batches)
-    whole = [(u.matrices, u.ms) for u in units_of(plan, [0] * 4)]
-    assert whole == [((0, 2), 3.0), ((1, 3), 5.0)]
-    cut = [(u.matrices, u.group, u.ms) for u in units_of(plan, [0, 0, 1, 0])]
-    assert cut == [((0,), 0, 1.5), ((2,), 1, 1.5), ((1, 3), 0, 5.0)]
-
-
-# ---- publish buckets ---------------------------------------------------------------------
-
-
-units_lists = st.lists(
-    st.builds(
-        Unit,
-        owner=st.integers(0, 3),
-        group=st.just(0),
-        matrices=st.integers(1, 3).map(lambda n: tuple(range(n))),
-        rows=st.integers(1, 6),
-        cols=st.integers(1, 6),
-        ms=st.floats(0, 4, width=16),
-    ),
-    min_size=1,
-    max_size=12,
-)
+units_lists = st.lists(st.builds(
+    Unit, owner=st.integers(0, 3), group=st.just(0), rows=st.integers(1, 6),
+    matrices=st.integers(1, 3).map(lambda n: tuple(range(n))), cols=st.integers(1, 6),
+    ms=st.floats(0, 4, width=16),
+), min_size=1, max_size=12)  # fmt: skip
 
 
 @settings(max_examples=120)

@@ -44,8 +44,6 @@ def skeleton(family: str) -> nn.Module:
     return build(_SIZES | {"model_type": family})
 
 
-# ---- transformers' own modules -----------------------------------------------------------
-
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
@@ -154,69 +152,19 @@ def test_the_page_shows_what_the_code_does(name):
     assert text[begin:end] == made, "python -m tests.unit.test_routing writes the page anew"
 
 
-# ---- routes of real models ---------------------------------------------------------------
-
-# A matrix of each, with its rows and columns, and what else is no matrix: name -> reason.
-EXPECTED: dict[str, tuple[dict[str, tuple[int, int]], dict[str, str]]] = {
-    "gpt2": (
-        {"transformer.h.1.attn.c_attn.weight": (192, 64),
-         "transformer.h.1.mlp.c_proj.weight": (64, 256)},
-        {"transformer.wte.weight": "tied to 'lm_head.weight'",
-         "transformer.wpe.weight": "embedding"},
-    ),
-    "llama": (
-        {"model.layers.0.self_attn.k_proj.weight": (32, 64)}, {"lm_head.weight": "output head"}
-    ),
-    "mixtral": (
-        {"model.layers.1.mlp.experts.gate_up_proj[3]": (192, 64),
-         "model.layers.0.mlp.gate.weight": (4, 64)},
-        {"lm_head.weight": "output head"},
-    ),
-    "gpt_oss": (
-        {"model.layers.1.mlp.experts.gate_up_proj[3]": (192, 64),
-         "model.layers.1.mlp.experts.down_proj[0]": (64, 96),
-         "model.layers.0.mlp.router.weight": (4, 64)},
-        {"model.layers.0.mlp.experts.gate_up_proj_bias": "bare parameter"},
-    ),
-    "bert": (
-        {"bert.encoder.layer.1.output.dense.weight": (64, 96)},
-        {"qa_outputs.weight": "output head",
-         "bert.embeddings.token_type_embeddings.weight": "embedding"},
-    ),
-    "t5": (
-        {"decoder.block.1.layer.1.EncDecAttention.q.weight": (64, 64)},
-        {"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "embedding",
-         "shared.weight": "embedding"},
-    ),
-    "vit": (
-        {},
-        {"vit.embeddings.patch_embeddings.projection.weight": "patch embedding",
-         "vit.embeddings.cls_token": "bare parameter", "classifier.weight": "output head"},
-    ),
-    "mamba": (
-        {"backbone.layers.1.mixer.in_proj.weight": (256, 64)},
-        {"backbone.layers.0.mixer.conv1d.weight": "depthwise",
-         "backbone.layers.0.mixer.A_log": "bare parameter"},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", EXPECTED)
-def test_real_models_are_routed(family):
-    matrices, others = EXPECTED[family]
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "gpt_oss", "bert", "t5", "mamba"])
+def test_names_alone_tell_the_same(family):
+    """But for which side of a square weight the outputs are on."""
     model = real(family)
     specs = collect(model, allow_meta=True)
-    found = {m.name: m.shape for m in specs.matrices}
-    assert {name: found.get(name) for name in matrices} == matrices
-    reasons = {p.name: p.reason for p in specs.parameters if p.algorithm is Algorithm.ADAMW}
-    assert all(text in reasons[name] for name, text in others.items())
-    # Names alone tell the same, but for which side of a square weight the outputs are on.
     members = [Member(n, p) for n, p in model.named_parameters(remove_duplicate=False)]
     named = collect(members, allow_meta=True)
     assert [(p.name, p.algorithm) for p in named.parameters] == [
         (p.name, p.algorithm) for p in specs.parameters
     ]
-    assert [(m.name, m.shape) for m in named.matrices] == [*found.items()]
+    assert [(m.name, m.shape) for m in named.matrices] == [
+        (m.name, m.shape) for m in specs.matrices
+    ]
 
 
 if __name__ == "__main__":

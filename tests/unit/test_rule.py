@@ -206,9 +206,6 @@ def test_what_is_no_number_counts_too(follow):
     assert torch.equal(master.isnan(), expected.isnan())
 
 
-# ---- norms ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_norms_of_lists_are_right_over_the_whole_range(dtype):
     """Where the host cannot look whether squares fit, they are squared in float64."""

@@ -39,119 +39,102 @@ def matrices(model: nn.Module, **options: object) -> list[tuple[str, tuple[int, 
 # ---- routes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (nn.Embedding(9, 4), "Embedding"),
-        (nn.EmbeddingBag(9, 4), "EmbeddingBag"),
-        (nn.LayerNorm(4), "1-D"),
-        (nn.LayerNorm((4, 6)), "LayerNorm"),
-        (nn.Conv2d(3, 1, 3), "1 x 27 is a vector"),
-        (nn.ConvTranspose1d(4, 4, 3, groups=2), "grouped transposed"),
-        (nn.Conv1d(8, 8, 4, groups=8), "depthwise"),
-        (nn.Conv2d(4, 8, 3, groups=4), "depthwise"),
-        (nn.Conv2d(3, 8, 3), "first layer (convolution of 3 channels)"),
-        (nn.Conv1d(1, 8, 3), "first layer (convolution of 1 channels)"),
-    ],
-)
+@pytest.mark.parametrize(("module", "reason"), [
+    (nn.Embedding(9, 4), "Embedding"),
+    (nn.EmbeddingBag(9, 4), "EmbeddingBag"),
+    (nn.LayerNorm(4), "1-D"),
+    (nn.LayerNorm((4, 6)), "LayerNorm"),
+    (nn.Conv2d(3, 1, 3), "1 x 27 is a vector"),
+    (nn.ConvTranspose1d(4, 4, 3, groups=2), "grouped transposed"),
+    (nn.Conv1d(8, 8, 4, groups=8), "depthwise"),
+    (nn.Conv2d(4, 8, 3, groups=4), "depthwise"),
+    (nn.Conv2d(3, 8, 3), "first layer (convolution of 3 channels)"),
+    (nn.Conv1d(1, 8, 3), "first layer (convolution of 1 channels)"),
+])  # fmt: skip
 def test_modules_whose_weights_go_to_adamw_whatever_their_name(module, reason):
     spec = routes(with_matrix(projection=module))["projection.weight"]
-    assert spec.algorithm is ADAMW
-    assert reason in spec.reason
+    assert spec.algorithm is ADAMW and reason in spec.reason
 
 
-@pytest.mark.parametrize("embedding_first", [True, False])
-def test_a_weight_tied_to_an_embedding_goes_to_adamw(embedding_first):
+@pytest.mark.parametrize(("first", "second", "reason"), [
+    ("embed", "unembed", "embedding (Embedding), tied to 'unembed.weight'"),
+    ("unembed", "embed", "tied to embedding 'embed.weight'"),
+])  # fmt: skip
+def test_a_weight_tied_to_an_embedding_goes_to_adamw(first, second, reason):
     made = {"embed": nn.Embedding(9, 4), "unembed": nn.Linear(4, 9, bias=False)}
     made["unembed"].weight = made["embed"].weight
-    names = list(made) if embedding_first else list(made)[::-1]
-    found = routes(with_matrix(**{name: made[name] for name in names}))
-    spec = found[f"{names[0]}.weight"]
-    assert spec.algorithm is ADAMW
-    tied = "embedding (Embedding), tied to 'unembed.weight'"
-    assert spec.reason == (tied if embedding_first else "tied to embedding 'embed.weight'")
-    assert f"{names[1]}.weight" not in found
+    found = routes(with_matrix(**{name: made[name] for name in (first, second)}))
+    spec = found[f"{first}.weight"]
+    assert (spec.algorithm, spec.reason) == (ADAMW, reason)
+    assert f"{second}.weight" not in found
 
 
 WEIGHTS = "embedding.proj attention.output.dense overhead multihead blocks.0.attn.output header "
 WEIGHTS += "encoder.layer.3.output.dense scores lm_head_norm"
-OTHER_WEIGHTS = (
-    "blocks.0.mlp.w1 w2 blocks.1.w13 experts.kernel experts.gate_up_proj attn.in_proj_weight"
-)
-
-
-@pytest.mark.parametrize(
-    "name", [*(f"{module}.weight" for module in WEIGHTS.split()), *OTHER_WEIGHTS.split()]
-)
-def test_named_like_a_weight_is_a_matrix(name):
-    assert routes(tree({name: (4, 6)}))[name].algorithm is MUON
-
-
+OTHERS = "blocks.0.mlp.w1 w2 blocks.1.w13 experts.kernel experts.gate_up_proj attn.in_proj_weight"
 HEADS = "lm_head head output embed_out score classifier transformer.lm_head model.decoder.lm_head "
 HEADS += "classifier.dense head.layers.0 model.classifier"
 BARE = "pos_embed cls_token mixer.A_log encoder.pos_embed bias weights wq weight_scale"
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "reason"),
-    [
-        *((f"{head}.weight", (4, 6), "head") for head in HEADS.split()),
-        *((bare, (4, 6), bare.split(".")[-1]) for bare in BARE.split()),
-        *((bare, (1, 4, 6), bare.split(".")[-1]) for bare in BARE.split()),
-        *(("a.weight", s, f"{s[-2]} x {s[-1]}") for s in ((1, 8), (8, 1), (5, 1, 8), (5, 8, 1))),
-        ("a.weight", (0, 8), "empty"),
-        ("a.bias", (4,), "1-D"),
-    ],
-)  # fmt: skip
+def test_named_like_a_weight_is_a_matrix():
+    for name in (*(f"{module}.weight" for module in WEIGHTS.split()), *OTHERS.split()):
+        assert routes(tree({name: (4, 6)}))[name].algorithm is MUON, name
+
+
+@pytest.mark.parametrize(("name", "shape", "reason"), [
+    *((f"{head}.weight", (4, 6), "head") for head in HEADS.split()),
+    *((bare, s, bare.split(".")[-1]) for bare in BARE.split() for s in ((4, 6), (1, 4, 6))),
+    *(("a.weight", s, f"{s[-2]} x {s[-1]}") for s in ((1, 8), (8, 1), (5, 1, 8), (5, 8, 1))),
+    ("a.weight", (0, 8), "empty"),
+    ("a.bias", (4,), "1-D"),
+])  # fmt: skip
 def test_heads_bare_parameters_and_vectors_go_to_adamw(name, shape, reason):
     spec = routes(tree({name: shape, "anchor.weight": (4, 4)}))[name]
     assert spec.algorithm is ADAMW
     assert reason in spec.reason
 
 
-@pytest.mark.parametrize(
-    ("build", "name", "expected"),
-    [
-        (lambda: {"moe": nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": nn.Linear(6, 6)})},
-         "moe.gate.weight", (MUON, "router")),
-        (lambda: {"gate": nn.Linear(6, 4)}, "gate.weight", (MUON, "weight")),
-        (lambda: {"mlp": nn.ModuleDict({"router": nn.ModuleDict({"classifier": nn.Linear(6, 4)})})},
-         "mlp.router.classifier.weight", (MUON, "router")),
-        (lambda: {"embed": nn.Embedding(9, 6), "decoder": nn.Linear(6, 9)},
-         "decoder.weight", (ADAMW, "as large as embedding 'embed.weight'")),
-        (lambda: {"embed": nn.Embedding(9, 6), "h": nn.ModuleList([nn.Linear(6, 9)])},
-         "h.0.weight", (ADAMW, "as large as embedding")),
-        (lambda: {"embed": nn.Embedding(9, 6),
-                  "h": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(6, 9)})])},
-         "h.0.up.weight", (MUON, "weight")),
-        (lambda: {"pos_embed": nn.Embedding(9, 6), "up": nn.Linear(6, 9)},
-         "up.weight", (MUON, "weight")),
-        (lambda: {"wpe": nn.Embedding(9, 6), "up": nn.Linear(6, 9)},
-         "up.weight", (MUON, "weight")),
-        (lambda: {"conv": tree({"weight": (8, 4, 3)})}, "conv.weight", (MUON, "weight")),
-        (lambda: {"mix": tree({"weight": (8, 4, 3, 3)})}, "mix.weight", (MUON, "weight")),
-        (lambda: {"experts": tree({"weight": (2, 4, 4, 3)})},
-         "experts.weight", (MUON, "weight, 8 matrices")),
-        (lambda: {"fc": nn.Linear(6, 9)}, "fc.weight", (ADAMW, "'fc'")),
-        (lambda: {"mlp": nn.ModuleDict({"fc": nn.Linear(6, 9)})},
-         "mlp.fc.weight", (MUON, "weight")),
-        (lambda: {"patch_embed": nn.ModuleDict({"proj": nn.Conv2d(4, 8, 2)})},
-         "patch_embed.proj.weight", (ADAMW, "patch embedding")),
-        (lambda: {"patch_embeds": nn.ModuleList([nn.ModuleDict({"proj": nn.Conv2d(4, 8, 2)})] * 2)},
-         "patch_embeds.0.proj.weight", (ADAMW, "patch embedding")),
-    ],
-)  # fmt: skip
-def test_rules_that_look_at_the_rest_of_the_model(build, name, expected):
-    spec = routes(with_matrix(**build()))[name]
+def nested(path: str, module: nn.Module, **beside: nn.Module) -> nn.Module:
+    """The module at a dotted path, of dicts and (by numbers) of lists of it."""
+    *parents, _ = path.split(".")
+    for name in reversed(parents):
+        module = nn.ModuleList([module] * 2) if name.isdigit() else nn.ModuleDict({name: module})
+    return with_matrix(**module, **beside)
+
+
+EMBED = {"embed": nn.Embedding(9, 6)}
+
+
+@pytest.mark.parametrize(("name", "module", "beside", "expected"), [
+    ("moe.gate.weight", nn.Linear(6, 4), {"experts": nn.Linear(6, 6)}, (MUON, "weight")),
+    ("gate.weight", nn.Linear(6, 4), {}, (MUON, "weight")),
+    ("mlp.router.classifier.weight", nn.Linear(6, 4), {}, (MUON, "router")),
+    ("decoder.weight", nn.Linear(6, 9), EMBED, (ADAMW, "as large as embedding 'embed.weight'")),
+    ("h.0.weight", nn.Linear(6, 9), EMBED, (ADAMW, "as large as embedding")),
+    ("h.0.up.weight", nn.Linear(6, 9), EMBED, (MUON, "weight")),
+    ("up.weight", nn.Linear(6, 9), {"pos_embed": nn.Embedding(9, 6)}, (MUON, "weight")),
+    ("up.weight", nn.Linear(6, 9), {"wpe": nn.Embedding(9, 6)}, (MUON, "weight")),
+    ("conv.weight", tree({"weight": (8, 4, 3)}), {}, (MUON, "weight")),
+    ("mix.weight", tree({"weight": (8, 4, 3, 3)}), {}, (MUON, "weight")),
+    ("experts.weight", tree({"weight": (2, 4, 4, 3)}), {}, (MUON, "weight, 8 matrices")),
+    ("fc.weight", nn.Linear(6, 9), {}, (ADAMW, "'fc'")),
+    ("mlp.fc.weight", nn.Linear(6, 9), {}, (MUON, "weight")),
+    ("patch_embed.proj.weight", nn.Conv2d(4, 8, 2), {}, (ADAMW, "patch embedding")),
+    ("patch_embeds.0.proj.weight", nn.Conv2d(4, 8, 2), {}, (ADAMW, "patch embedding")),
+])  # fmt: skip
+def test_rules_that_look_at_the_rest_of_the_model(name, module, beside, expected):
+    spec = routes(nested(name, module, **beside))[name]
     assert spec.algorithm is expected[0] and expected[1] in spec.reason
     assert "matrices" in expected[1] or "matrices" not in spec.reason
 
 
-def test_only_the_first_of_several_patch_embeddings_is_an_input():
+def test_routers_and_the_first_patch_embedding_are_told_by_what_is_beside_them():
+    moe = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": nn.Linear(6, 6)})
+    assert "router" in routes(with_matrix(moe=moe))["moe.gate.weight"].reason
     stages = nn.ModuleList(nn.ModuleDict({"patch_embed": nn.Linear(6, 8)}) for _ in range(2))
     found = routes(with_matrix(stages=stages))
-    assert found["stages.0.patch_embed.weight"].algorithm is ADAMW
-    assert found["stages.1.patch_embed.weight"].algorithm is MUON
+    assert [found[f"stages.{i}.patch_embed.weight"].algorithm for i in (0, 1)] == [ADAMW, MUON]
 
 
 def test_what_a_model_calls_its_output_is_a_head():
@@ -173,68 +156,48 @@ def test_what_a_model_calls_its_output_is_a_head():
     assert found["body.weight"].algorithm is MUON
 
 
-# ---- shapes of matrices ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("module", "cols"),
-    [
-        (nn.Conv1d(4, 8, 5), 20),
-        (nn.Conv2d(2, 8, (2, 5)), 20),
-        (nn.Conv3d(4, 8, (2, 5, 1)), 40),
-        (nn.Conv2d(8, 8, 3, groups=4), 18),
-        (nn.ConvTranspose1d(3, 8, 5), 15),
-        (nn.ConvTranspose2d(3, 8, (2, 5)), 30),
-        (nn.ConvTranspose3d(3, 8, (2, 5, 1)), 30),
-    ],
-)
+@pytest.mark.parametrize(("module", "cols"), [
+    (nn.Conv1d(4, 8, 5), 20),
+    (nn.Conv2d(2, 8, (2, 5)), 20),
+    (nn.Conv3d(4, 8, (2, 5, 1)), 40),
+    (nn.Conv2d(8, 8, 3, groups=4), 18),
+    (nn.ConvTranspose1d(3, 8, 5), 15),
+    (nn.ConvTranspose2d(3, 8, (2, 5)), 30),
+    (nn.ConvTranspose3d(3, 8, (2, 5, 1)), 30),
+])  # fmt: skip
 def test_a_convolution_is_flattened_to_out_by_the_others(module, cols):
     (matrix,) = collect(nn.ModuleDict({"c": module})).matrices
     assert (matrix.name, matrix.shape) == ("c.weight", (8, cols))
     weight = module.weight.detach()
     out_first = weight.transpose(0, 1) if "Transpose" in type(module).__name__ else weight
     assert torch.equal(matrix.view(weight).reshape(8, cols), out_first.reshape(8, -1))
+    # Heads cut output channels.
+    heads = matrices(nn.ModuleDict({"c": module}), heads={"c.weight": 2})
+    assert [shape for _, shape, _ in heads] == [(4, cols)] * 2
+    assert ("[:, 0:4]" in heads[0][0]) == ("Transpose" in type(module).__name__)
 
 
 # ---- splits and heads --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "expected"),
-    [
-        (
-            "blocks.0.qkv_proj.weight", (12, 5), {"splits": {"*.qkv_proj.weight": [6, 4, 2]}},
-            [("[0:6]", (6, 5), 0), ("[6:10]", (4, 5), 30), ("[10:12]", (2, 5), 50)],
-        ),
-        (  # of a stack, every item is cut
-            "experts.gate_up_proj", (2, 6, 3), {"splits": {"experts.*": [4, 2]}},
-            [
-                ("[0][0:4]", (4, 3), 0), ("[0][4:6]", (2, 3), 12),
-                ("[1][0:4]", (4, 3), 18), ("[1][4:6]", (2, 3), 30),
-            ],
-        ),
-        (  # patterns that agree
-            "a.weight", (12, 5), {"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 2}},
-            [("[0:6]", (6, 5), 0), ("[6:12]", (6, 5), 30)],
-        ),
-        ("experts.w1", (3, 4, 6), {}, [(f"[{i}]", (4, 6), 24 * i) for i in range(3)]),
-        ("experts.w1", (1, 4, 6), {}, [("", (4, 6), 0)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "shape", "options", "expected"), [
+    ("blocks.0.qkv_proj.weight", (12, 5), {"splits": {"*.qkv_proj.weight": [6, 4, 2]}},
+     [("[0:6]", (6, 5), 0), ("[6:10]", (4, 5), 30), ("[10:12]", (2, 5), 50)]),
+    # of a stack, every item is cut
+    ("experts.gate_up_proj", (2, 6, 3), {"splits": {"experts.*": [4, 2]}},
+     [("[0][0:4]", (4, 3), 0), ("[0][4:6]", (2, 3), 12),
+      ("[1][0:4]", (4, 3), 18), ("[1][4:6]", (2, 3), 30)]),
+    # patterns that agree
+    ("a.weight", (12, 5), {"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 2}},
+     [("[0:6]", (6, 5), 0), ("[6:12]", (6, 5), 30)]),
+    ("experts.w1", (3, 4, 6), {}, [(f"[{i}]", (4, 6), 24 * i) for i in range(3)]),
+    ("experts.w1", (1, 4, 6), {}, [("", (4, 6), 0)]),
+])  # fmt: skip
 def test_splits_heads_and_stacks_make_several_matrices(name, shape, options, expected):
     model = tree({name: shape})
     assert matrices(model, **options) == [(name + piece, *found) for piece, *found in expected]
     several = f", {len(expected)} matrices" if len(expected) > 1 else ""
     assert collect(model, **options).parameters[0].reason == f"weight{several}"
-
-
-def test_splits_of_a_convolution_cut_its_output_channels():
-    model = nn.ModuleDict({"c": nn.Conv1d(2, 8, 5, bias=False)})
-    assert [shape for _, shape, _ in matrices(model, heads={"c.weight": 2})] == [(4, 10)] * 2
-    model = nn.ModuleDict({"c": nn.ConvTranspose1d(2, 8, 5, bias=False)})
-    assert matrices(model, heads={"c.weight": 2}) == [
-        ("c.weight[:, 0:4]", (4, 10), 0), ("c.weight[:, 4:8]", (4, 10), 20)
-    ]  # fmt: skip
 
 
 def test_a_form_is_what_its_sizes_say():
@@ -274,35 +237,23 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.zeros(nf))
 
 
-@pytest.mark.parametrize(
-    ("module", "shapes"),
-    [
-        (Conv1D(12, 4), {"weight": (12, 4)}),
-        (Conv1D(4, 4), {"weight": (4, 4)}),
-        (tree({"weight": (4, 12), "bias": (12,)}), {"weight": (12, 4)}),
-        (tree({"weight": (4, 12), "bias": (4,)}), {"weight": (4, 12)}),
-        (nn.Linear(12, 4), {"weight": (4, 12)}),
-        (  # gpt-oss; down_proj is square, and follows the other
-            tree(
-                {
-                    "gate_up_proj": (2, 4, 8),
-                    "gate_up_proj_bias": (2, 8),
-                    "down_proj": (2, 4, 4),
-                    "down_proj_bias": (2, 4),
-                }
-            ),
-            {"gate_up_proj[0]": (8, 4), "down_proj[0]": (4, 4)},
-        ),
-        (  # Llama 4: without biases
-            tree({"gate_up_proj": (2, 4, 12), "down_proj": (2, 6, 4)}),
-            {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)},
-        ),
-        (  # Mixtral in transformers 5
-            tree({"gate_up_proj": (2, 12, 4), "down_proj": (2, 4, 6)}),
-            {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "shapes"), [
+    (Conv1D(12, 4), {"weight": (12, 4)}),
+    (Conv1D(4, 4), {"weight": (4, 4)}),
+    (tree({"weight": (4, 12), "bias": (12,)}), {"weight": (12, 4)}),
+    (tree({"weight": (4, 12), "bias": (4,)}), {"weight": (4, 12)}),
+    (nn.Linear(12, 4), {"weight": (4, 12)}),
+    # gpt-oss; down_proj is square, and follows the other
+    (tree({"gate_up_proj": (2, 4, 8), "gate_up_proj_bias": (2, 8),
+           "down_proj": (2, 4, 4), "down_proj_bias": (2, 4)}),
+     {"gate_up_proj[0]": (8, 4), "down_proj[0]": (4, 4)}),
+    # Llama 4: without biases
+    (tree({"gate_up_proj": (2, 4, 12), "down_proj": (2, 6, 4)}),
+     {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)}),
+    # Mixtral in transformers 5
+    (tree({"gate_up_proj": (2, 12, 4), "down_proj": (2, 4, 6)}),
+     {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)}),
+])  # fmt: skip
 def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
     model = nn.ModuleDict({"experts": module})
     specs = collect(model)
@@ -312,57 +263,42 @@ def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
         m.shape != specs.parameters[m.parameter].shape[-2:] for m in found.values()
     )
     assert {m.form.is_in_out for m in found.values()} == {turned}
-    named = by_name(model.named_parameters())
     if not isinstance(module, Conv1D):
-        assert named.matrices == specs.matrices
+        assert by_name(model.named_parameters()).matrices == specs.matrices
 
 
-def test_a_pattern_is_matched_against_the_stripped_name():
-    assert len(matrices(torch.compile(tree({"qkv.weight": (6, 3)})), splits={"qkv.*": [4, 2]})) == 2
+DIVIDES = r"does not divide the 12 rows of 'a.weight'"
+COUNTS = r"must map name patterns to row counts, found"
+LIST = r"splits\['\*'\] must be a list of positive row counts"
+# What one pattern says of the form does not hold for the next.
+FORM = {"sizes": [6, 6], "dim": 0}
+CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        *(
-            ({"splits": {"a.weight": sizes}}, r"12 rows of 'a.weight'")
-            for sizes in ([6, 4], [6, 6, 1], [12, 0], [13, -1], [6.0, 6.0])
-        ),
-        *(
-            ({"heads": {"a.weight": count}}, r"does not divide the 12 rows of 'a.weight'")
-            for count in (5, 0, -2, 2.0)
-        ),
-        ({"splits": "3,4"}, r"splits must map name patterns to row counts, found '3,4': pass"),
-        ({"heads": 3}, r"heads must map name patterns to row counts, found 3: pass"),
-        ({"splits": {"*": 3}}, r"splits\['\*'\] must be a list of positive row counts"),
-        ({"splits": {"*": "35"}}, r"splits\['\*'\] must be a list of positive row counts"),
-        ({"splits": {"*": ["3", 9]}}, r"positive row counts.*found \['3', 9\]"),
-        ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
-        ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),
-        ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
-        ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
-        ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
-        ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
-        ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
-        ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
-        ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
-        (  # what one pattern says of the form does not hold for the next
-            {
-                "splits": {
-                    "a.*": {"sizes": [6, 6], "dim": 0, "transposed": True},
-                    "*.weight": {"sizes": [6, 6], "dim": 0},
-                }
-            },
-            r"disagree",
-        ),
-        ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
-        *(
-            ({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
-            for answer in (None, 1, torch.tensor(True))
-        ),
-        ({"select": lambda name, p: False}, "not selected"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    *(({"splits": {"a.weight": sizes}}, r"12 rows of 'a.weight'")
+      for sizes in ([6, 4], [6, 6, 1], [12, 0], [13, -1], [6.0, 6.0])),
+    *(({"heads": {"a.weight": count}}, DIVIDES) for count in (5, 0, -2, 2.0)),
+    ({"splits": "3,4"}, rf"splits {COUNTS} '3,4': pass"),
+    ({"heads": 3}, rf"heads {COUNTS} 3: pass"),
+    ({"splits": {"*": 3}}, LIST),
+    ({"splits": {"*": "35"}}, LIST),
+    ({"splits": {"*": ["3", 9]}}, r"positive row counts.*found \['3', 9\]"),
+    ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
+    ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),
+    ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
+    ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
+    ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
+    ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
+    ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
+    ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
+    ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
+    ({"splits": CONTRARY}, r"disagree"),
+    ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
+    *(({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
+      for answer in (None, 1, torch.tensor(True))),
+    ({"select": lambda name, p: False}, "not selected"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_named(options, told):
     with pytest.raises(SelectionError, match=told):
         collect(tree({"a.weight": (12, 5), "pos_embed": (12, 5)}), **options)
@@ -377,23 +313,21 @@ def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
         collect(model, heads={"weight": 2})
 
 
-# ---- select= -----------------------------------------------------------------------------
-
-
 def test_select_overrides_every_default_rule():
+    """It is given the stripped name, as patterns are, and the parameter."""
     model = tree({"pos_embed": (4, 6), "lm_head.weight": (1, 6), "a.weight": (4, 6)})
     model.embed = nn.Embedding(9, 4)
-    found = routes(model, select=lambda name, p: name != "a.weight")
-    assert {n: s.reason for n, s in found.items() if s.algorithm is MUON} == dict.fromkeys(
-        ("pos_embed", "lm_head.weight", "embed.weight"), "selected"
-    )
-    assert (found["a.weight"].algorithm, found["a.weight"].reason) == (ADAMW, "not selected")
-
-
-def test_select_is_given_the_stripped_name_and_the_parameter():
     seen = {}
-    model = tree({"a.weight": (4, 6), "b.bias": (4,)})
-    collect(torch.compile(model), select=lambda name, p: seen.setdefault(name, p).ndim == 2)
+    found = routes(
+        torch.compile(model),
+        select=lambda name, p: seen.setdefault(name, p) is not None and name != "a.weight",
+        splits={"pos_*": [1, 3]},
+    )
+    assert {n: s.reason for n, s in found.items() if s.algorithm is MUON} == {
+        "pos_embed": "selected, 2 matrices", "lm_head.weight": "selected",
+        "embed.weight": "selected",
+    }  # fmt: skip
+    assert (found["a.weight"].algorithm, found["a.weight"].reason) == (ADAMW, "not selected")
     assert {name: id(p) for name, p in seen.items()} == {
         name: id(p) for name, p in model.named_parameters()
     }
@@ -413,30 +347,23 @@ def test_an_empty_selection_is_refused_with_the_reason_of_every_parameter():
         assert name in str(error.value)
 
 
-# ---- what cannot be handled --------------------------------------------------------------
-
-
-class Elsewhere(nn.Parameter):
-    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
-
-
 def elsewhere() -> nn.Module:
+    class Elsewhere(nn.Parameter):
+        device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
     module = nn.Linear(4, 4, bias=False)
     module.weight = Elsewhere(torch.zeros(4, 4))
     return module
 
 
-@pytest.mark.parametrize(
-    ("build", "told"),
-    [
-        (lambda: nn.Linear(4, 4, device="meta"), r"'odd.weight' is on the meta device"),
-        (lambda: nn.LazyLinear(4), r"'odd.weight'.*lazy"),
-        (lambda: nn.Linear(4, 4, dtype=torch.complex64), r"'odd.weight' is complex"),
-        (lambda: nn.Embedding(9, 4, sparse=True), r"'odd.weight'.*sparse=False"),
-        (lambda: nn.EmbeddingBag(9, 4, sparse=True), r"'odd.weight'.*sparse=False"),
-        (elsewhere, r"'odd.weight' is on cuda:0 but 'anchor.weight' is on cpu"),
-    ],
-)
+@pytest.mark.parametrize(("build", "told"), [
+    (lambda: nn.Linear(4, 4, device="meta"), r"'odd.weight' is on the meta device"),
+    (lambda: nn.LazyLinear(4), r"'odd.weight'.*lazy"),
+    (lambda: nn.Linear(4, 4, dtype=torch.complex64), r"'odd.weight' is complex"),
+    (lambda: nn.Embedding(9, 4, sparse=True), r"'odd.weight'.*sparse=False"),
+    (lambda: nn.EmbeddingBag(9, 4, sparse=True), r"'odd.weight'.*sparse=False"),
+    (elsewhere, r"'odd.weight' is on cuda:0 but 'anchor.weight' is on cpu"),
+])  # fmt: skip
 def test_parameters_that_cannot_be_handled_are_named_unless_frozen(build, told):
     model = nn.ModuleDict({"anchor": nn.Linear(4, 4, bias=False), "odd": build()})
     with pytest.raises(DmuonError, match=told):
@@ -452,9 +379,6 @@ def test_a_model_without_trainable_parameters_is_refused():
             collect(model)
 
 
-# ---- names -------------------------------------------------------------------------------
-
-
 def wrapped_in_module_attribute(model: nn.Module) -> nn.Module:
     """As `DistributedDataParallel` holds its model."""
     outer = nn.Module()
@@ -462,15 +386,10 @@ def wrapped_in_module_attribute(model: nn.Module) -> nn.Module:
     return outer
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        torch.compile,
-        checkpoint_wrapper,
-        wrapped_in_module_attribute,
-        lambda m: wrapped_in_module_attribute(torch.compile(checkpoint_wrapper(m))),
-    ],
-)
+@pytest.mark.parametrize("wrap", [
+    torch.compile, checkpoint_wrapper, wrapped_in_module_attribute,
+    lambda m: wrapped_in_module_attribute(torch.compile(checkpoint_wrapper(m))),
+])  # fmt: skip
 def test_wrappers_leave_no_trace_in_names_and_routes(wrap):
     def build() -> nn.ModuleDict:
         return nn.ModuleDict({"head": nn.Linear(8, 6), "body": Block()})
@@ -490,26 +409,13 @@ def test_two_parameters_never_share_a_name():
 # ---- properties of any selection ---------------------------------------------------------
 
 
-def test_a_shared_module_counts_once():
-    linear = nn.Linear(4, 4)
-    specs = collect(nn.ModuleDict({"a": linear, "b": linear}))
-    assert [p.name for p in specs.parameters] == ["a.weight", "a.bias"]
-
-
-_MODULES = st.sampled_from(
-    [
-        lambda: nn.Linear(3, 5),
-        lambda: nn.Linear(5, 1),
-        lambda: nn.Embedding(7, 3),
-        lambda: nn.Conv1d(2, 3, 2),
-        lambda: nn.ConvTranspose2d(2, 3, 2),
-        lambda: nn.LayerNorm(4),
-        lambda: nn.Bilinear(2, 3, 4),
-        lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True),
-        lambda: nn.LSTM(3, 4),
-        lambda: tree({"w1": (2, 3, 4), "pos_embed": (1, 5, 4), "gate": ()}),
-    ]
-)
+_MODULES = st.sampled_from([
+    lambda: nn.Linear(3, 5), lambda: nn.Linear(5, 1), lambda: nn.Embedding(7, 3),
+    lambda: nn.Conv1d(2, 3, 2), lambda: nn.ConvTranspose2d(2, 3, 2), lambda: nn.LayerNorm(4),
+    lambda: nn.Bilinear(2, 3, 4), lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True),
+    lambda: nn.LSTM(3, 4), lambda: tree({"w1": (2, 3, 4), "pos_embed": (1, 5, 4), "gate": ()}),
+    lambda: nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last),
+])  # fmt: skip
 
 
 @st.composite
@@ -559,9 +465,7 @@ def assert_matrices_tile(model: nn.Module, **options: object) -> None:
         p = parameters[index].detach()
         p.copy_(numbered(*p.shape))
         seen = []
-        for matrix in specs.matrices:
-            if matrix.parameter != index:
-                continue
+        for matrix in (m for m in specs.matrices if m.parameter == index):
             view = matrix.view(p)
             assert view.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
             assert (view.shape[0], view.numel()) == (matrix.rows, matrix.numel)
@@ -587,14 +491,6 @@ def test_views_of_split_matrices_tile_their_parameter(sizes, cols, stack):
     model = tree({"a.weight": shape})
     assert_matrices_tile(model, select=lambda name, p: True, splits={"a.weight": sizes})
     assert_matrices_tile(model, select=lambda name, p: True, heads={"a.weight": sum(sizes)})
-
-
-@pytest.mark.parametrize("convolution", [nn.Conv2d, nn.ConvTranspose2d])
-def test_the_view_of_a_channels_last_convolution_writes_to_it(convolution):
-    module = convolution(2, 4, 2).to(memory_format=torch.channels_last)
-    (matrix,) = collect(nn.ModuleDict({"c": module})).matrices
-    matrix.view(module.weight.detach()).fill_(7.0)
-    assert bool((module.weight == 7.0).all())
 
 
 # ---- parameters without a module ---------------------------------------------------------

@@ -34,9 +34,6 @@ def most_in_a_stretch(places: list[int], cyclic: bool = True) -> list[int]:
     return [int((before[m : m + n] - before[:n]).max()) for m, n in enumerate(starts)]
 
 
-# ---- the owner order ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
     """All lengths, all beginnings, also across the end."""
@@ -66,9 +63,6 @@ def test_smaller_nodes_are_passed_over():
     assert topology.owner_order() == tuple(rank for rank in full.owner_order() if rank != 11)
 
 
-# ---- nodes -------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.permutations(range(5)))
 def test_slots_nodes_columns_and_the_order_agree(nodes, names):
     topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
@@ -85,18 +79,15 @@ def test_slots_nodes_columns_and_the_order_agree(nodes, names):
     assert Topology.on_nodes((len(nodes),), ("dp",), renamed) == topology
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "node_of"),
-    [
-        ([0, 0, 1, 1], 2, ()),
-        ([3, 3, 3, 1], 3, ()),  # the last node may be smaller
-        ([0, 0, 0, 0], 4, ()),
-        ([0, 1, 2], 1, ()),
-        ([0, 1, 1, 1], 3, (0, 1, 1, 1)),  # another may not
-        ([5, 2, 5, 2], 2, (0, 1, 0, 1)),
-        ([0, 0, 1, 2, 2], 2, (0, 0, 1, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "per_node", "node_of"), [
+    ([0, 0, 1, 1], 2, ()),
+    ([3, 3, 3, 1], 3, ()),  # the last node may be smaller
+    ([0, 0, 0, 0], 4, ()),
+    ([0, 1, 2], 1, ()),
+    ([0, 1, 1, 1], 3, (0, 1, 1, 1)),  # another may not
+    ([5, 2, 5, 2], 2, (0, 1, 0, 1)),
+    ([0, 0, 1, 2, 2], 2, (0, 0, 1, 2, 2)),
+])  # fmt: skip
 def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
     topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
     assert (topology.ranks_per_node, topology.node_of) == (per_node, node_of)
@@ -104,27 +95,19 @@ def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
         assert topology == Topology.flat(len(nodes), ranks_per_node=per_node)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 1)),
-        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 2, 2)),
-        lambda: Topology((3,), ("dp",), 2, "cpu", (1, 1, 2)),
-        lambda: Topology((3,), ("dp",), 3, "cpu", (0, 1, 1)),
-        lambda: Topology.on_nodes((3,), ("dp",), [0, 0]),
-        lambda: Topology((), (), 1),
-        lambda: Topology((2, 0), ("a", "b"), 1),
-        lambda: Topology((2, 2), ("a",), 1),
-        lambda: Topology((2,), ("a",), 0),
-        lambda: Topology.on_nodes((2, 2), ("a", "b"), [0, 0, 0, 0, 0]),
-    ],
-)
-def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make):
+@pytest.mark.parametrize(("make", "arguments"), [
+    *((Topology, ((3,), ("dp",), 2, "cpu", nodes)) for nodes in ((0, 1), (0, 2, 2), (1, 1, 2))),
+    (Topology, ((3,), ("dp",), 3, "cpu", (0, 1, 1))),
+    (Topology, ((), (), 1)),
+    (Topology, ((2, 0), ("a", "b"), 1)),
+    (Topology, ((2, 2), ("a",), 1)),
+    (Topology, ((2,), ("a",), 0)),
+    (Topology.on_nodes, ((3,), ("dp",), [0, 0])),
+    (Topology.on_nodes, ((2, 2), ("a", "b"), [0, 0, 0, 0, 0])),
+])  # fmt: skip
+def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make, arguments):
     with pytest.raises(ValueError):
-        make()
-
-
-# ---- where ranks sit ---------------------------------------------------------------------
+        make(*arguments)
 
 
 @pytest.mark.parametrize(("text", "size"), [(None, None), ("1", 1), ("8", 8)])
@@ -133,15 +116,12 @@ def test_local_world_size(monkeypatch, text, size):
     if text is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     assert local_world_size() == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-2", "eight", "4.0", "8 ", "²"])
-def test_a_local_world_size_that_makes_no_sense(monkeypatch, text):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(DmuonError) as error:
-        local_world_size()
-    for word in ("LOCAL_WORLD_SIZE", repr(text), "PlannerOptions(ranks_per_node=...)"):
-        assert word in str(error.value)
+    for wrong in ("", "0", "-2", "eight", "4.0", "8 ", "²"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
+        with pytest.raises(DmuonError) as error:
+            local_world_size()
+        for word in ("LOCAL_WORLD_SIZE", repr(wrong), "PlannerOptions(ranks_per_node=...)"):
+            assert word in str(error.value)
 
 
 @pytest.fixture
@@ -170,31 +150,32 @@ def test_all_ranks_without_a_mesh(sixteen_ranks, monkeypatch):
     assert topology_of() == Topology.flat(16)
 
 
-def test_a_mesh_of_replicas_and_shards(sixteen_ranks):
-    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
-    assert topology_of(mesh) == Topology((2, 8), ("replicate", "shard"), 4)
-    assert topology_of(init_device_mesh("cpu", (2, 8))).axes == ("axis0", "axis1")
+def test_one_process_alone_reads_no_environment(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
+    assert topology_of(world=1) == Topology.flat(1)
 
 
-def test_a_mesh_with_gaps_lies_where_its_ranks_are(sixteen_ranks):
-    """The dp axis of dp x tp: global ranks 0, 2, 4, ... so two of them on a node of four."""
-    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
-    assert topology_of(mesh["dp"], world=8) == Topology((8,), ("dp",), 2)
-    assert topology_of(mesh["tp"], world=2) == Topology((2,), ("tp",), 2)
-    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
-    assert topology_of(mesh["dp"], world=2) == Topology((2,), ("dp",), 1)
-    assert topology_of(mesh["dp"], world=2, ranks_per_node=16).nodes == 1
+@pytest.mark.parametrize(("shape", "axes", "axis", "options", "expected"), [
+    ((2, 8), ("replicate", "shard"), None, {}, Topology((2, 8), ("replicate", "shard"), 4)),
+    ((2, 8), None, None, {}, Topology((2, 8), ("axis0", "axis1"), 4)),
+    # The dp axis of dp x tp: global ranks 0, 2, 4, ... so two of them on a node of four.
+    ((8, 2), ("dp", "tp"), "dp", {}, Topology((8,), ("dp",), 2)),
+    ((8, 2), ("dp", "tp"), "tp", {}, Topology((2,), ("tp",), 2)),
+    ((2, 8), ("dp", "tp"), "dp", {}, Topology((2,), ("dp",), 1)),
+    ((2, 8), ("dp", "tp"), "dp", {"ranks_per_node": 16}, Topology((2,), ("dp",), 2)),
+])  # fmt: skip
+def test_a_mesh_lies_where_its_ranks_are(sixteen_ranks, shape, axes, axis, options, expected):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    mesh = mesh if axis is None else mesh[axis]
+    assert topology_of(mesh, world=mesh.size(), **options) == expected
 
 
-def test_a_mesh_on_nodes_of_unequal_size(sixteen_ranks):
-    """Ranks 3 to 10: one on node 0, four on node 1, three on node 2."""
+def test_groups_of_some_ranks_lie_on_nodes_of_unequal_size(sixteen_ranks):
+    """Ranks 3 to 10: one on node 0, four on node 1, three on node 2. And of a wrapped model."""
     mesh = dist.device_mesh.DeviceMesh("cpu", list(range(3, 11)), mesh_dim_names=("dp",))
     topology = topology_of(mesh, world=8)
     assert topology.node_of == (0, 1, 1, 1, 1, 2, 2, 2)
     assert topology.slots() == ((0,), (1, 2, 3, 4), (5, 6, 7))
-
-
-def test_the_group_of_a_wrapped_model(sixteen_ranks):
     group = dist.new_group([0, 4, 5, 12])
     wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
     assert topology_of(model=wrapped, world=4).node_of == (0, 1, 1, 2)
@@ -207,15 +188,6 @@ def test_a_mesh_of_other_devices_is_refused(sixteen_ranks, monkeypatch):
     monkeypatch.setattr(type(mesh), "device_type", "cuda")
     with pytest.raises(OwnershipError, match="'cuda' devices but the model is on cpu"):
         topology_of(mesh, nn.Linear(2, 2))
-
-
-def test_one_process_alone_reads_no_environment(monkeypatch):
-    assert not dist.is_initialized()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
-    assert topology_of(world=1) == Topology.flat(1)
-
-
-# ---- process groups where communicators are split ------------------------------------------------
 
 
 class Rehearsal:
@@ -231,52 +203,46 @@ class Rehearsal:
         monkeypatch.setattr(C10dTransport, "begin", lambda *_: None)
 
     def run(self, call: Callable[[int], None]) -> None:
-        """``call`` on every rank, one after the other."""
-        c10d = dist.distributed_c10d
+        """``call`` on every rank, one after the other. All ranks of a parent join equally many of
+        its splits."""
         for rank in range(self.world):
-            joined: Counter[tuple[int, ...]] = Counter()
-            everyone = tuple(range(self.world))
-
-            def no_color(*_, joined=joined, everyone=everyone) -> None:
-                joined[everyone] += 1
-
-            def new_group(
-                ranks, *, joined=joined, everyone=everyone, rank=rank,
-                use_local_synchronization=False, **kwargs,
-            ):  # fmt: skip
-                joined[everyone] += rank in ranks
-                return c10d._new_group_with_tag(
-                    ranks, use_local_synchronization=use_local_synchronization
-                )
-
-            def split_group(parent, split_ranks, joined=joined, rank=rank, **kwargs):
-                known = dist.get_process_group_ranks(parent)
-                joined[tuple(known)] += 1
-                mine = next(part for part in split_ranks if known.index(rank) in part)
-                return c10d._new_group_with_tag(
-                    [known[r] for r in mine], use_local_synchronization=True
-                )
-
+            self.joins.append(Counter())
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.world)
-            self.joins.append(joined)
             with self._patch.context() as patch:
-                source = dist.group.WORLD._get_backend(torch.device("cpu"))
-                patch.setattr(type(source), "perform_nocolor_split", no_color, raising=False)
-                patch.setattr(c10d, "_get_split_source", lambda *_, source=source: source)
-                for module in (dist, c10d):
-                    patch.setattr(module, "new_group", new_group)
-                    patch.setattr(module, "split_group", split_group)
-                dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+                self._split_instead(patch, rank)
                 try:
                     call(rank)
                 finally:
                     dist.destroy_process_group()
-
-    def check(self) -> None:
-        """All ranks of a parent join equally many of its splits."""
         for ranks in {ranks for joined in self.joins for ranks in joined}:
             counts = {rank: self.joins[rank][ranks] for rank in ranks}
             assert len(set(counts.values())) == 1, f"ranks {ranks} join splits {counts} times"
+
+    def _split_instead(self, patch, rank: int) -> None:
+        c10d, joined, everyone = dist.distributed_c10d, self.joins[rank], tuple(range(self.world))
+
+        def no_color(*_) -> None:
+            joined[everyone] += 1
+
+        def new_group(ranks, *, use_local_synchronization=False, **kwargs):
+            joined[everyone] += rank in ranks
+            how = {"use_local_synchronization": use_local_synchronization}
+            return c10d._new_group_with_tag(ranks, **how)
+
+        def split_group(parent, split_ranks, **kwargs):
+            known = dist.get_process_group_ranks(parent)
+            joined[tuple(known)] += 1
+            mine = next(part for part in split_ranks if known.index(rank) in part)
+            ranks = [known[r] for r in mine]
+            return c10d._new_group_with_tag(ranks, use_local_synchronization=True)
+
+        source = dist.group.WORLD._get_backend(torch.device("cpu"))
+        patch.setattr(type(source), "perform_nocolor_split", no_color, raising=False)
+        patch.setattr(c10d, "_get_split_source", lambda *_: source)
+        for module in (dist, c10d):
+            patch.setattr(module, "new_group", new_group)
+            patch.setattr(module, "split_group", split_group)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
 
 
 def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
@@ -295,7 +261,6 @@ def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
             one.close()
 
     rehearsal.run(plan)
-    rehearsal.check()
     assert planned == [(0, 2), (1, 2)]
     assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
 
@@ -311,7 +276,6 @@ def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
             assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
 
     rehearsal.run(plan)
-    rehearsal.check()
 
 
 def test_any_number_of_co_owners_is_one_split(monkeypatch):
@@ -326,7 +290,6 @@ def test_any_number_of_co_owners_is_one_split(monkeypatch):
         ProcessGroups.open(grid, transport, transport.subgroup)
 
     rehearsal.run(plan)
-    rehearsal.check()
     assert {sum(joined.values()) for joined in rehearsal.joins} == {1 + 5}
 
 
@@ -343,4 +306,3 @@ def test_a_mesh_of_some_ranks_and_several_axes_is_refused(monkeypatch):
         assert _transport(whole, None, None).world == 8
 
     rehearsal.run(plan)
-    rehearsal.check()
