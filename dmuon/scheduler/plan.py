@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
 from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
@@ -310,23 +310,9 @@ def fitted_plan(
         raise PlanError(
             f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
         )
-    found: list[str] = []
-    saved, mesh = ([n for n in t.shape if n > 1] for t in (plan.topology, topology))
-    if plan.topology.world != topology.world:
-        found.append(f"the plan is for {plan.topology.world} ranks, the mesh has {topology.world}")
-    elif saved != mesh and min(len(saved), len(mesh)) > 1:
-        found.append(f"the plan is for mesh {plan.topology.shape}, the mesh is {topology.shape}")
     old = {p.name: p for p in plan.specs.parameters}
     new = {p.name: p for p in specs.parameters}
-    found += [f"- {name} {list(old[name].shape)}" for name in old if name not in new]
-    found += [f"+ {name} {list(new[name].shape)}" for name in new if name not in old]
-    for name in old.keys() & new.keys():
-        a, b = old[name], new[name]
-        if (a.shape, a.dtype, a.algorithm) != (b.shape, b.dtype, b.algorithm):
-            found.append(
-                f"! {name}: plan {list(a.shape)} {a.dtype} {a.algorithm.value}, "
-                f"model {list(b.shape)} {b.dtype} {b.algorithm.value}"
-            )
+    found = _misfits(plan.topology, topology, old, new)
     number = {key: i for i, key in enumerate(_keys(specs))}
     keys = _keys(plan.specs)
     if not found and (number.keys() != {*keys} or len(number) != len(keys)):
@@ -355,6 +341,31 @@ def fitted_plan(
     if claim is not None and claim.fingerprint == plan.fingerprint():
         fitted = replace(fitted, claim=replace(claim, fingerprint=fitted.fingerprint()))
     return fitted
+
+
+def _misfits(
+    before: Topology,
+    now: Topology,
+    old: Mapping[str, ParameterSpec],
+    new: Mapping[str, ParameterSpec],
+) -> list[str]:
+    """How the mesh and the parameters of a saved plan, by name, differ from those of now."""
+    found: list[str] = []
+    saved, mesh = ([n for n in t.shape if n > 1] for t in (before, now))
+    if before.world != now.world:
+        found.append(f"the plan is for {before.world} ranks, the mesh has {now.world}")
+    elif saved != mesh and min(len(saved), len(mesh)) > 1:
+        found.append(f"the plan is for mesh {before.shape}, the mesh is {now.shape}")
+    found += [f"- {name} {list(old[name].shape)}" for name in old if name not in new]
+    found += [f"+ {name} {list(new[name].shape)}" for name in new if name not in old]
+    for name in old.keys() & new.keys():
+        a, b = old[name], new[name]
+        if (a.shape, a.dtype, a.algorithm) != (b.shape, b.dtype, b.algorithm):
+            found.append(
+                f"! {name}: plan {list(a.shape)} {a.dtype} {a.algorithm.value}, "
+                f"model {list(b.shape)} {b.dtype} {b.algorithm.value}"
+            )
+    return found
 
 
 def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:

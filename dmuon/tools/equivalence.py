@@ -114,6 +114,7 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
+        """Whether every row is within its tolerance."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
