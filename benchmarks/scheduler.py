@@ -33,9 +33,8 @@ from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import longest_first
 from dmuon.scheduler.problem import build_problem
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import price_rows, solve
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm
 

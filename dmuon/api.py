@@ -81,9 +81,9 @@ from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap, shard_map
+from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import (
     DmuonError,

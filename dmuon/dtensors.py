@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import devices
-from dmuon.scheduler.shards import LocalShard, local_box
-from dmuon.scheduler.specs import Box, dtype_name
+from dmuon.scheduler.specs import INTERLEAVED, Box, LocalShard, dtype_name
 from dmuon.types import OwnershipError
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -228,6 +228,50 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
         )
     replica = tuple(c for c, cut in zip(coordinate, cuts, strict=True) if cut is None)
     return LocalShard(tuple(sorted(ranks_of(mesh))), replica, box)
+
+
+def local_box(
+    name: str,
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    cuts: Sequence[tuple[int, int] | None],
+) -> Box:
+    """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
+
+    ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
+    dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
+    1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
+    parallelism).
+
+    >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
+    Box(offset=(12, 0), shape=(1, 3))
+
+    Raises:
+        OwnershipError: no order of the axes gives these pieces.
+    """
+    orders: dict[int, list[int]] = defaultdict(list)
+    for axis in reversed(range(len(mesh))):
+        cut = cuts[axis]
+        if cut is not None:
+            dim, before = cut
+            order = orders[dim]
+            pieces = [math.prod(mesh[a] for a in order[:n]) for n in range(len(order) + 1)]
+            if before not in pieces:
+                raise OwnershipError(
+                    f"parameter {name!r} is sharded with a stride: mesh axis {axis} cuts dim {dim} "
+                    f"after it was cut into {before}, but the axes to its right cut it into "
+                    f"{pieces[-1]}. {INTERLEAVED}"
+                )
+            order.insert(pieces.index(before), axis)
+    offset, size = [0] * len(shape), list(shape)
+    for dim, order in orders.items():
+        for axis in order:
+            chunk = -(-size[dim] // mesh[axis])
+            start = min(coordinate[axis] * chunk, size[dim])
+            offset[dim] += start
+            size[dim] = min(chunk, size[dim] - start)
+    return Box(tuple(offset), tuple(size))
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:

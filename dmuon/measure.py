@@ -54,12 +54,11 @@ from dmuon.scheduler.costs import (
     BATCH_NUMEL,
     CostTable,
     Link,
-    ShapeKey,
     SliceKey,
     canonical_key,
     largest_batch,
 )
-from dmuon.scheduler.specs import dtype_name
+from dmuon.scheduler.specs import ShapeKey, dtype_name
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 

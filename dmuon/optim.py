@@ -65,8 +65,7 @@ from dmuon.report.data import LoadBalanceReport
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
-from dmuon.scheduler.shards import StateSizes
-from dmuon.scheduler.specs import ModelSpecs, dtype_name
+from dmuon.scheduler.specs import ModelSpecs, StateSizes, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine

@@ -20,8 +20,7 @@ from dmuon.config import KernelOptions
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.shards import StateSizes
-from dmuon.scheduler.specs import canonical_name
+from dmuon.scheduler.specs import StateSizes, canonical_name
 from dmuon.step.engine import StepTelemetry
 from dmuon.tensors import scale_all, wide_norms
 from dmuon.types import Layout, OwnershipError, PlanError

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 import dmuon
 from dmuon import devices
 from dmuon.api import Given, Request, assemble
-from dmuon.scheduler.shards import LocalShard, RankShards
-from dmuon.scheduler.specs import Box
+from dmuon.scheduler.shards import RankShards
+from dmuon.scheduler.specs import Box, LocalShard
 from dmuon.scheduler.topology import Topology
 from tests.unit.models import tree
 

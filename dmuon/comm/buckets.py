@@ -26,8 +26,8 @@ from torch import Tensor
 from dmuon.comm.process_groups import Grid
 from dmuon.config import BATCH_BUCKETS
 from dmuon.scheduler.plan import OwnershipPlan, Unit
-from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
-from dmuon.scheduler.specs import Box, ModelSpecs
+from dmuon.scheduler.shards import RankShards, ShardMap
+from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
 from dmuon.types import OwnershipError
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update

@@ -18,7 +18,7 @@ from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
-from dmuon.scheduler.shards import OwnerLimits, StateSizes
+from dmuon.scheduler.specs import OwnerLimits, StateSizes
 from dmuon.types import OwnershipError
 
 

@@ -32,7 +32,8 @@ from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import OwnerLimits, ShardMap, StateSizes
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.specs import OwnerLimits, StateSizes
 from dmuon.types import Layout
 
 

@@ -31,10 +31,10 @@ from dmuon.report.text import (
     render,
 )
 from dmuon.scheduler.certificate import Certificate, certify
-from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
+from dmuon.scheduler.specs import ShapeKey
 from dmuon.types import Algorithm
 
 # Below these a new plan is not worth a restart: measured times vary by as much.

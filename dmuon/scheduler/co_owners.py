@@ -23,16 +23,10 @@ from functools import cache
 
 import numpy as np
 
-from dmuon.scheduler.costs import (
-    ANALYTIC_DEVICES,
-    CostTable,
-    ShapeKey,
-    canonical_key,
-    largest_batch,
-)
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, canonical_key, largest_batch
 from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ShapeKey
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 

@@ -34,10 +34,9 @@ from dmuon.scheduler.json_files import (
     sha256,
     write_text,
 )
-from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
-ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 SliceKey = tuple[int, int, str, int, bool]
 
 ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")

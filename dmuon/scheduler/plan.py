@@ -19,10 +19,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
-from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec, ShapeKey
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 

@@ -23,10 +23,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_MS
-from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.specs import MatrixSpec
+from dmuon.scheduler.specs import MatrixSpec, OwnerLimits, ShapeKey
 from dmuon.types import Layout, SizeError
 
 Ints = npt.NDArray[np.int64]

@@ -16,146 +16,23 @@ matrices of their own, each with an owner among the ranks that hold it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated
 
-from dmuon.scheduler.specs import ITEM_SIZE, Box, MatrixSpec, ModelSpecs
-from dmuon.types import Layout, OwnershipError, PlanError
-
-_MOST_FIXED = 1 << 60  # milliseconds or bytes
-_INTERLEAVED = (
-    "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
+from dmuon.scheduler.specs import (
+    INTERLEAVED,
+    Box,
+    LocalShard,
+    MatrixSpec,
+    ModelSpecs,
+    OwnerLimits,
+    StateSizes,
 )
-
-
-# ---- who may own what -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerLimits:
-    """Fixed loads, the memory cap, and which ranks may own which matrix.
-
-    ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
-    anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
-    the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
-    that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
-    measures.
-    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
-    the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
-    where momentum lies with the owners, and none elsewhere.
-
-    A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
-    one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
-    the domain of each matrix; empty means that every rank may own every matrix. Matrices of
-    different domains are never batched together, so equal sets of ranks should be one domain.
-    """
-
-    fixed_ms: tuple[float, ...] = ()
-    fixed_bytes: tuple[int, ...] = ()
-    memory_bytes: Annotated[int, (1, 10**39)] | None = None
-    domains: tuple[tuple[int, ...], ...] = ()
-    domain_of: tuple[int, ...] = ()
-    matrix_bytes: tuple[int, ...] = ()
-
-    def check(self, matrices: int, world: int) -> None:
-        """Raise PlanError unless everything has the right length and range."""
-        for name in ("fixed_ms", "fixed_bytes"):
-            values = getattr(self, name)
-            if values and len(values) != world:
-                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
-            wrong = [v for v in values if not 0 <= v <= _MOST_FIXED]
-            if wrong:
-                raise PlanError(
-                    f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
-                )
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
-        ranks = frozenset(range(world))
-        for domain in self.domains:
-            if not domain or len(set(domain)) != len(domain) or not ranks.issuperset(domain):
-                raise PlanError(
-                    f"a domain of OwnerLimits must name ranks of 0..{world - 1}, each once, "
-                    f"found {domain[:8]}"
-                )
-        if bool(self.domains) != bool(self.domain_of):
-            raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
-        for name in ("domain_of", "matrix_bytes"):
-            values = getattr(self, name)
-            if values and len(values) != matrices:
-                raise PlanError(
-                    f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
-                )
-        if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
-            raise PlanError(
-                "OwnerLimits.domain_of names a domain that is not in OwnerLimits.domains"
-            )
-
-    def fixed_ms_of(self, rank: int) -> float:
-        return self.fixed_ms[rank] if self.fixed_ms else 0.0
-
-    def fixed_bytes_of(self, rank: int) -> int:
-        return self.fixed_bytes[rank] if self.fixed_bytes else 0
-
-    def is_forced(self, matrix: int) -> bool:
-        """True if a single rank may own it."""
-        return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
-
-    def state_bytes(self, number: int, matrix: MatrixSpec, layout: Layout) -> int:
-        """The state that the matrix of this number puts on its owner."""
-        if self.matrix_bytes:
-            return self.matrix_bytes[number]
-        return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
-
-
-@dataclass(frozen=True, slots=True)
-class StateSizes:
-    """Bytes of optimizer state: per element of each parameter, and what a variant keeps of each
-    matrix with its owner."""
-
-    per_element: tuple[int, ...]
-    at_owners: tuple[int, ...]
-
-    @classmethod
-    def plain(cls, specs: ModelSpecs) -> StateSizes:
-        """Momentum and AdamW's moments in the dtypes of the parameters."""
-        return cls(tuple(p.state_item for p in specs.parameters), (0,) * len(specs.matrices))
-
-    def limits(
-        self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None
-    ) -> OwnerLimits:
-        """Without domains. With ``reduce_to_owner`` each rank has AdamW's state of the whole model;
-        in `dedicated` it is not known yet who shards the rest."""
-        adamw = [i for i in specs.adamw_parameters() if layout is Layout.REDUCED]
-        whole = sum(specs.parameters[i].numel * self.per_element[i] for i in adamw)
-        each = self.at_owners
-        if layout.keeps_state_at_owners and self != self.plain(specs):
-            momentum = [m.numel * self.per_element[m.parameter] for m in specs.matrices]
-            each = tuple(map(sum, zip(momentum, each, strict=True)))
-        return OwnerLimits(
-            fixed_bytes=(whole,) * world if whole else (),
-            memory_bytes=memory_bytes,
-            matrix_bytes=each if any(each) else (),
-        )
-
+from dmuon.types import OwnershipError
 
 # ---- who holds what ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShard:
-    """The ``box`` of a parameter that one rank holds.
-
-    ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
-    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate.
-    """
-
-    ranks: tuple[int, ...]
-    replica: tuple[int, ...]
-    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,50 +181,6 @@ class ShardMap:
         return replace(limits, domains=tuple(domains), domain_of=domain_of)
 
 
-def local_box(
-    name: str,
-    shape: Sequence[int],
-    mesh: Sequence[int],
-    coordinate: Sequence[int],
-    cuts: Sequence[tuple[int, int] | None],
-) -> Box:
-    """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
-
-    ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
-    dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
-    1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
-    parallelism).
-
-    >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
-    Box(offset=(12, 0), shape=(1, 3))
-
-    Raises:
-        OwnershipError: no order of the axes gives these pieces.
-    """
-    orders: dict[int, list[int]] = defaultdict(list)
-    for axis in reversed(range(len(mesh))):
-        cut = cuts[axis]
-        if cut is not None:
-            dim, before = cut
-            order = orders[dim]
-            pieces = [math.prod(mesh[a] for a in order[:n]) for n in range(len(order) + 1)]
-            if before not in pieces:
-                raise OwnershipError(
-                    f"parameter {name!r} is sharded with a stride: mesh axis {axis} cuts dim {dim} "
-                    f"after it was cut into {before}, but the axes to its right cut it into "
-                    f"{pieces[-1]}. {_INTERLEAVED}"
-                )
-            order.insert(pieces.index(before), axis)
-    offset, size = [0] * len(shape), list(shape)
-    for dim, order in orders.items():
-        for axis in order:
-            chunk = -(-size[dim] // mesh[axis])
-            start = min(coordinate[axis] * chunk, size[dim])
-            offset[dim] += start
-            size[dim] = min(chunk, size[dim] - start)
-    return Box(tuple(offset), tuple(size))
-
-
 def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     """Join the reports of all ranks; the same result, or the same error, on every rank.
 
@@ -413,7 +246,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
             raise OwnershipError(
                 f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
                 f"{list(shards[0].ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. "
-                + _INTERLEAVED
+                + INTERLEAVED
             )
     if len({frozenset(boxes) for boxes in replicas.values()}) > 1:
         raise OwnershipError(

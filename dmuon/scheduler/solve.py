@@ -40,8 +40,7 @@ from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
 from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
-from dmuon.scheduler.shards import OwnerLimits, StateSizes
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 

@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dmuon.types import Algorithm, PlanError
+from dmuon.types import Algorithm, Layout, PlanError
 
 # Names that wrappers add to those that the user wrote: DDP, torch.compile, checkpointing.
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
+_MOST_FIXED = 1 << 60  # milliseconds or bytes
 
+INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
+ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
 
 
@@ -78,6 +82,19 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """The index that takes these elements out of a tensor."""
         return tuple(map(slice, self.offset, self.ends))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The ``box`` of a parameter that one rank holds.
+
+    ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
+    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate.
+    """
+
+    ranks: tuple[int, ...]
+    replica: tuple[int, ...]
+    box: Box
 
 
 class Form(str, Enum):
@@ -229,3 +246,113 @@ class ModelSpecs:
     def muon_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that are made of matrices."""
         return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.MUON)
+
+
+# ---- who may own what -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """Fixed loads, the memory cap, and which ranks may own which matrix.
+
+    ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
+    anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
+    the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
+    that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
+    measures.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
+    the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
+    where momentum lies with the owners, and none elsewhere.
+
+    A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
+    one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
+    the domain of each matrix; empty means that every rank may own every matrix. Matrices of
+    different domains are never batched together, so equal sets of ranks should be one domain.
+    """
+
+    fixed_ms: tuple[float, ...] = ()
+    fixed_bytes: tuple[int, ...] = ()
+    memory_bytes: Annotated[int, (1, 10**39)] | None = None
+    domains: tuple[tuple[int, ...], ...] = ()
+    domain_of: tuple[int, ...] = ()
+    matrix_bytes: tuple[int, ...] = ()
+
+    def check(self, matrices: int, world: int) -> None:
+        """Raise PlanError unless everything has the right length and range."""
+        for name in ("fixed_ms", "fixed_bytes"):
+            values = getattr(self, name)
+            if values and len(values) != world:
+                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
+            wrong = [v for v in values if not 0 <= v <= _MOST_FIXED]
+            if wrong:
+                raise PlanError(
+                    f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
+                )
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
+        ranks = frozenset(range(world))
+        for domain in self.domains:
+            if not domain or len(set(domain)) != len(domain) or not ranks.issuperset(domain):
+                raise PlanError(
+                    f"a domain of OwnerLimits must name ranks of 0..{world - 1}, each once, "
+                    f"found {domain[:8]}"
+                )
+        if bool(self.domains) != bool(self.domain_of):
+            raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
+        for name in ("domain_of", "matrix_bytes"):
+            values = getattr(self, name)
+            if values and len(values) != matrices:
+                raise PlanError(
+                    f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
+                )
+        if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
+            raise PlanError(
+                "OwnerLimits.domain_of names a domain that is not in OwnerLimits.domains"
+            )
+
+    def fixed_ms_of(self, rank: int) -> float:
+        return self.fixed_ms[rank] if self.fixed_ms else 0.0
+
+    def fixed_bytes_of(self, rank: int) -> int:
+        return self.fixed_bytes[rank] if self.fixed_bytes else 0
+
+    def is_forced(self, matrix: int) -> bool:
+        """True if a single rank may own it."""
+        return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
+
+    def state_bytes(self, number: int, matrix: MatrixSpec, layout: Layout) -> int:
+        """The state that the matrix of this number puts on its owner."""
+        if self.matrix_bytes:
+            return self.matrix_bytes[number]
+        return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes of optimizer state: per element of each parameter, and what a variant keeps of each
+    matrix with its owner."""
+
+    per_element: tuple[int, ...]
+    at_owners: tuple[int, ...]
+
+    @classmethod
+    def plain(cls, specs: ModelSpecs) -> StateSizes:
+        """Momentum and AdamW's moments in the dtypes of the parameters."""
+        return cls(tuple(p.state_item for p in specs.parameters), (0,) * len(specs.matrices))
+
+    def limits(
+        self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None
+    ) -> OwnerLimits:
+        """Without domains. With ``reduce_to_owner`` each rank has AdamW's state of the whole model;
+        in `dedicated` it is not known yet who shards the rest."""
+        adamw = [i for i in specs.adamw_parameters() if layout is Layout.REDUCED]
+        whole = sum(specs.parameters[i].numel * self.per_element[i] for i in adamw)
+        each = self.at_owners
+        if layout.keeps_state_at_owners and self != self.plain(specs):
+            momentum = [m.numel * self.per_element[m.parameter] for m in specs.matrices]
+            each = tuple(map(sum, zip(momentum, each, strict=True)))
+        return OwnerLimits(
+            fixed_bytes=(whole,) * world if whole else (),
+            memory_bytes=memory_bytes,
+            matrix_bytes=each if any(each) else (),
+        )

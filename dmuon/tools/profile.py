@@ -17,8 +17,8 @@ from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.text import grid, printed
-from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
-from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.costs import CostTable, newton_schulz_flops
+from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import positive, wrote
 from dmuon.types import PlanError
 

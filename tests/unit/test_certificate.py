@@ -10,8 +10,8 @@ import pytest
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import Batch, Dual, OwnershipPlan, Proof
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
+from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 from tests.unit.models import plan_of, specs_of

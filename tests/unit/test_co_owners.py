@@ -26,9 +26,9 @@ from dmuon.scheduler.co_owners import blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link
 from dmuon.scheduler.plan import Batch, OwnershipPlan, units_of
 from dmuon.scheduler.problem import build_problem
-from dmuon.scheduler.shards import OwnerLimits, ShardMap
+from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.tensors import normalize
 from dmuon.types import Algorithm, Layout, PlanError

@@ -45,9 +45,8 @@ from dmuon.scheduler.costs import (
 from dmuon.scheduler.json_files import sha256
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import build_problem
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.specs import ITEM_SIZE, OwnerLimits
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError
 from tests.unit.models import plan_of, sealed, specs_of

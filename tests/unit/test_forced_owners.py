@@ -13,8 +13,8 @@ from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.problem import Problem, build_problem
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
+from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 from tests.unit.models import specs_of

@@ -15,9 +15,9 @@ from dmuon.comm.buckets import EVERYONE, Slices, gradient_bucket, slice_boxes, w
 from dmuon.comm.process_groups import Grid
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.shards import LocalShard, RankShards
+from dmuon.scheduler.shards import RankShards
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import Box
+from dmuon.scheduler.specs import Box, LocalShard
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, OwnershipError
 

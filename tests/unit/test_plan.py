@@ -23,9 +23,8 @@ from dmuon.scheduler.greedy import longest_first, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import Form, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import Form, ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
 from tests.unit.models import (

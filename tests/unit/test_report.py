@@ -27,9 +27,8 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import contention
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout
 from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of

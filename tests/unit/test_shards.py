@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 
 from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, bucket_route
+from dmuon.dtensors import local_box
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import (
-    LocalShard,
-    RankShards,
-    ShardMap,
-    local_box,
-    shard_map,
-)
+from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import Box, Form, MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import Box, Form, LocalShard, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, OwnershipError
 

@@ -23,8 +23,8 @@ from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import greedy, improve
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import UNLIMITED, Option, Problem, build_problem, frontier
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
+from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 from tests.unit.models import partitions, specs_of
