@@ -113,10 +113,10 @@ def test_who_imports_what():
 
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
-    "files": 76,
-    "lines": 26_829,
+    "files": 75,
+    "lines": 25_911,
     "files in a folder": 20,
-    "files in a chain of imports": 14,
+    "files in a chain of imports": 13,
     "protocols": 2,
 }
 # Short files that one other file imports: they belong into that one.
