@@ -435,11 +435,11 @@ def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_
     training.close()
 
 
-def _table() -> None:
-    """The largest differences, as Markdown."""
+def print_table(**muon: Any) -> None:
+    """The largest differences over all pairs of layouts, as Markdown; with arguments of Muon."""
     module, pools, names = "tests.distributed.test_checkpoints", Pools(), list(CASES)
     with tempfile.TemporaryDirectory() as folder:
-        both = {"folder": folder, "steps": 5}
+        both = {"folder": folder, "steps": 5, **muon}
         for name, case in CASES.items():
             pools(case.world).run(module, "save", {"name": name, **both})
         found = {}
@@ -455,4 +455,4 @@ def _table() -> None:
 
 
 if __name__ == "__main__":
-    _table()
+    print_table()

@@ -28,6 +28,7 @@ from tests.distributed.test_checkpoints import (
     STEPS,
     Training,
     cases,
+    print_table,
 )
 
 
@@ -303,3 +304,11 @@ def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str
     first.close()
     with pytest.raises(ValueError, match=r"stores \d+ bytes.*owner_memory_bytes="):
         training(max(planned) - 1).opt.report()
+
+
+if __name__ == "__main__":
+    from tests.distributed import test_variants as named  # as the ranks know it
+
+    for kind, (settings, *_) in named.SETTINGS.items():
+        print(f"\n{kind}\n")
+        print_table(**settings)
