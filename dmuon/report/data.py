@@ -302,14 +302,17 @@ class LoadBalanceReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""
         plan, state = self.plan, self.plan.state_bytes
-        of_plan = ("solver", "engine", "status", "hit_time_limit", "note", "seconds")
+        search = asdict(plan.search)
+        alternatives = dict(search.pop("alternatives"))
         of_report = ("makespan_ms", "lower_bound_ms", "gap", "imbalance")
         memory = {"min": min(state), "mean": sum(state) / len(state), "max": max(state)}
         kernels = _kernel_uses(plan)
         return {
             "layout": plan.layout.value,
             "owners": plan.topology.world,
-            **{name: getattr(plan, name) for name in of_plan},
+            "solver": plan.solver,
+            "status": plan.status,
+            **search,
             "costs": plan.cost_source,
             "fingerprint": plan.fingerprint(),
             "alone_ms": plan.alone_ms,
@@ -317,7 +320,7 @@ class LoadBalanceReport:
             "co_owners": [asdict(shared) for shared in self.shared],
             **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
-            "alternatives_ms": dict(plan.alternatives),
+            "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
             "memory": memory | {"cap": plan.limits.memory_bytes},
@@ -466,24 +469,24 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
         what = "plan valid, bound not proven" if certificate.ok else "INVALID"
         verdict = f"{what}: {'; '.join(certificate.findings)}"
     proven = "" if certificate.proven else " (not proven)"
-    engine = f" ({plan.engine})" if plan.engine else ""
-    clock = ", depends on the clock" if plan.hit_time_limit else ""
+    engine = f" ({plan.search.engine})" if plan.search.engine else ""
+    clock = ", depends on the clock" if plan.search.hit_time_limit else ""
     solver, status = _named(plan.solver), _named(plan.status)
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
         f"imbalance {report.imbalance:.2%}",
         "lower bound": f"{text(report.lower_bound_ms)} ms{proven}, gap {report.gap:.2%}",
-        "solver": f"{solver}{engine}: {status}{clock}, {plan.seconds:.2f} s; "
+        "solver": f"{solver}{engine}: {status}{clock}, {plan.search.seconds:.2f} s; "
         f"costs {plan.cost_source}",
         "certificate": verdict,
         "compared": ", ".join(
             f"{_named(name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
-            for name, ms in plan.alternatives
+            for name, ms in plan.search.alternatives
         ),
         "co-owners": _co_owners_text(report),
         "kernels": _kernels_text(plan),
-        "note": plan.note,
+        "note": plan.search.note,
         "bottleneck": _bottleneck_text(report),
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",

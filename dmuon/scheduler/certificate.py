@@ -159,11 +159,12 @@ def _wrong_claims(
         )
     if has_proof and plan.status == "optimal" and bound < makespan:
         yield "the plan claims to be optimal, which its proof does not show"
-    if (plan.status == "time_limit") != (plan.hit_time_limit and plan.status != "optimal"):
-        was = "was" if plan.hit_time_limit else "was not"
+    if (plan.status == "time_limit") != (plan.search.hit_time_limit and plan.status != "optimal"):
+        was = "was" if plan.search.hit_time_limit else "was not"
         yield f"the plan claims the status {plan.status!r} and that it {was} stopped by the clock"
     alone, shared = plan.alone_ms, plan.shared_ms
-    if plan.has_co_owners and min((ms for _, ms in plan.alternatives), default=0.0) < (alone or 0):
+    others = [ms for _, ms in plan.search.alternatives]
+    if plan.has_co_owners and min(others, default=0.0) < (alone or 0):
         yield f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
     if shared is not None and not shared_bound <= problem.ticks(shared) < makespan:
         yield f"the plan claims that sharing would take {shared:.6g} ms, which cannot be"
@@ -222,12 +223,12 @@ def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
     """Wrong makespans of simpler solvers. In a plan by hand they are not checked."""
-    if plan.claim is None or not plan.alternatives:
+    if plan.claim is None or not plan.search.alternatives:
         return
     order = launch_order([matrix.name for matrix in plan.specs.matrices])
     found = baselines(problem, order)
     known = {name: problem.makespan(counts) for name, counts in found.items()}
-    for name, ms in plan.alternatives:
+    for name, ms in plan.search.alternatives:
         if name not in known or abs(problem.ticks(ms) - known[name]) > 1:
             takes = f"{problem.ms(known[name]):.6g} ms" if name in known else "nothing: none exists"
             yield f"the plan says that {name} takes {ms:.6g} ms; it takes {takes}"

@@ -133,16 +133,26 @@ class Claim:
     fingerprint: str
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a plan was found. ``alternatives`` are the makespans of other solvers. ``engine`` names
+    the MILP solver that ran, ``note`` says why something else was done than what was asked for, and
+    ``hit_time_limit`` marks a plan that depends on the clock."""
+
+    alternatives: tuple[tuple[str, float], ...] = ()
+    seconds: float = 0.0
+    engine: str = ""
+    note: str = ""
+    hit_time_limit: bool = False
+
+
 @dataclass(frozen=True)
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
     ``lower_bound_ms``: no assignment has a smaller makespan under the same costs, as ``proof`` lets
-    anyone recompute without a solver (see `certificate`). ``alternatives`` are the makespans of
-    other solvers. ``engine`` names the MILP solver that ran, ``note`` says why something else was
-    done than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
-    ``prices`` are the costs it was made with, ``limits`` what bound the owners. ``claim`` is None
-    in a plan by hand.
+    anyone recompute without a solver (see `certificate`). ``prices`` are the costs it was made
+    with, ``limits`` what bound the owners. ``claim`` is None in a plan by hand.
 
     Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
     and ``alone_ms`` is the makespan of the best plan found in which each has one owner. Where none
@@ -158,14 +168,10 @@ class OwnershipPlan:
     status: str
     cost_source: str
     lower_bound_ms: float
-    alternatives: tuple[tuple[str, float], ...] = ()
-    seconds: float = 0.0
+    search: Search = Search()
     limits: OwnerLimits = OwnerLimits()  # noqa: RUF009  frozen
     prices: tuple[PriceRow, ...] = ()
     proof: Proof | None = None
-    engine: str = ""
-    note: str = ""
-    hit_time_limit: bool = False
     claim: Claim | None = None
     shared_prices: tuple[SharedPrice, ...] = ()
     alone_ms: float | None = None
@@ -280,7 +286,12 @@ class OwnershipPlan:
 
 def digest(data: dict[str, Any]) -> str:
     """A digest of everything else in a saved plan, except the time that planning took."""
-    return sha256(data | {"digest": None, "seconds": None}, _plain)
+    search = data.get("search")
+    if isinstance(search, Search):
+        search = _plain(search)
+    if isinstance(search, dict):
+        search = search | {"seconds": None}
+    return sha256(data | {"digest": None, "search": search}, _plain)
 
 
 _ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof, SharedPrice)

@@ -38,7 +38,7 @@ from dmuon.scheduler.columns import (
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
+from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, Search, SharedPrice
 from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology
@@ -107,10 +107,9 @@ def solve(
         batches=_batches(problem, owners, order, rows),
         layout=layout,
         cost_source=costs.source,
-        alternatives=alternatives,
         limits=limits,
         prices=rows,
-        **_outcome(problem, found, budget),
+        **_outcome(problem, found, budget, alternatives),
     )
     if solver != "round_robin" or isinstance(options.co_owners, int):
         makespan = problem.makespan(found.counts)
@@ -118,19 +117,20 @@ def solve(
             plan, problem, makespan, order, costs, solver, options, batch_numel, budget
         )
     claim = Claim(plan.makespan_ms, plan.fingerprint())
-    return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
+    search = replace(plan.search, seconds=time.perf_counter() - begin)
+    return replace(plan, search=search, claim=claim)
 
 
-def _outcome(problem: Problem, found: Found, budget: Budget) -> dict[str, Any]:
-    """The fields of a plan that say how it was found."""
+def _outcome(
+    problem: Problem, found: Found, budget: Budget, alternatives: tuple[tuple[str, float], ...]
+) -> dict[str, Any]:
+    """The fields of a plan that say what was found, and how."""
     is_optimal = found.bound >= problem.makespan(found.counts)
     return {
         "solver": found.solver,
-        "engine": found.engine,
-        "note": found.note,
         "status": "optimal" if is_optimal else "time_limit" if budget.hit else "feasible",
-        "hit_time_limit": budget.hit,
         "lower_bound_ms": problem.ms(found.bound),
+        "search": Search(alternatives, 0.0, found.engine, found.note, budget.hit),
         "proof": found.proof,
     }
 
@@ -346,8 +346,8 @@ def _with_co_owners(
         simple["greedy"] = sharing.alone[:, columns]
     found = SOLVERS[solver](remaining, simple, budget)
     found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
-    outcome = _outcome(remaining, found, budget) | {"proof": None}
-    outcome["alone_ms"] = problem.ms(makespan)
+    outcome = _outcome(remaining, found, budget, plan.search.alternatives)
+    outcome |= {"proof": None, "alone_ms": problem.ms(makespan)}
     owners |= _owners(specs, topology, remaining, found.counts, order)
     batches = _batches(problem, owners, order, (*plan.prices, *prices))
     return replace(plan, batches=batches, shared_prices=prices, **outcome)

@@ -265,7 +265,7 @@ def _compare(args: argparse.Namespace) -> int:
         else:
             reports[solver] = build_report(plan)
             ran = "" if plan.solver == solver else f"{plan.solver} ran"
-            note = ": ".join(filter(None, (ran, plan.note)))
+            note = ": ".join(filter(None, (ran, plan.search.note)))
         if note:
             notes.append(f"{solver}: {note}")
     if not reports:
@@ -282,7 +282,7 @@ def _compare(args: argparse.Namespace) -> int:
             "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
             "imbalance": report and report.imbalance,
             "status": report.plan.status if report else "no plan",
-            "seconds": report and report.plan.seconds,
+            "seconds": report and report.plan.search.seconds,
         }
         rows.append(row)
     summary = f"{len(plan.owners)} matrices, costs {plan.cost_source}"

@@ -81,8 +81,12 @@ def tight(plan: OwnershipPlan) -> OwnershipPlan:
 
 
 def other_solver(plan: OwnershipPlan, name: str) -> OwnershipPlan:
-    others = tuple(a for a in plan.alternatives if a[0] != name)
-    return replace(plan, alternatives=(*others, (name, 0.01)))
+    others = tuple(a for a in plan.search.alternatives if a[0] != name)
+    return replace(plan, search=replace(plan.search, alternatives=(*others, (name, 0.01))))
+
+
+def on_the_clock(plan: OwnershipPlan) -> OwnershipPlan:
+    return replace(plan, search=replace(plan.search, hit_time_limit=True))
 
 
 def origin(plan: OwnershipPlan, name: str) -> OwnershipPlan:
@@ -101,7 +105,7 @@ LIES = {
     "round robin": (lambda p: other_solver(p, "round_robin"), "round_robin takes 0.01 ms"),
     "another solver": (lambda p: other_solver(p, "oracle"), "oracle takes 0.01 ms"),
     "greedy, and the clock": (
-        lambda p: replace(other_solver(p, "greedy"), hit_time_limit=True), "greedy takes 0.01 ms",
+        lambda p: on_the_clock(other_solver(p, "greedy")), "greedy takes 0.01 ms",
     ),
     "the clock": (lambda p: replace(p, status="time_limit"), "was not stopped by the clock"),
     "a device": (

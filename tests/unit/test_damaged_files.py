@@ -192,7 +192,8 @@ def damaged(draw: st.DrawFn, files: Callable[[], tuple[str, ...]]) -> tuple[int,
 
 
 def plan_texts() -> tuple[str, ...]:
-    return tuple(replace(plan, seconds=0.25).to_json() for plan in plans())
+    given = (replace(plan, search=replace(plan.search, seconds=0.25)) for plan in plans())
+    return tuple(plan.to_json() for plan in given)
 
 
 def cost_texts() -> tuple[str, ...]:
@@ -322,15 +323,18 @@ def test_every_edit_of_a_saved_plan_is_found(number):
     """Of what no price or proof shows, too: sources, notes, engines, alternatives, bytes."""
     data = json.loads(plan_texts()[number])
     edits = 0
-    data["seconds"] += 1.0
+    search = data["search"]
+    search["seconds"] += 1.0
     OwnershipPlan.from_json(json.dumps(data))
-    del data["seconds"]
+    seconds = search.pop("seconds")
     for _ in edited(data):
         edits += 1
+        now = data["search"]
+        timed = data | {"search": now | {"seconds": seconds} if isinstance(now, dict) else now}
         with pytest.raises(PlanError):
-            OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
+            OwnershipPlan.from_json(json.dumps(timed))
     assert edits > 200
-    better = data | {"note": "better than it looks", "seconds": 0.25}
+    better = data | {"search": search | {"note": "better than it looks", "seconds": seconds}}
     with pytest.raises(PlanError, match=r"its digest is not that.*plan again, or change"):
         OwnershipPlan.from_json(json.dumps(better))
 
@@ -475,24 +479,25 @@ def hostile(**changes: Any) -> str:
     return json.dumps(data)
 
 
-SECONDS = hostile(seconds=0)
+SECONDS = hostile(search__seconds=0)
 
 
 @pytest.mark.parametrize(("text", "message"), [
     (deep(10_000), "nested 10,000 deep, expected at most 16"),
     ("[" * 1_000_000, "nested 1,000,000 deep"),
-    (hostile(note="X").replace('"X"', deep(100)), "nested 101 deep"),
-    (hostile(note='\\"[[[' * 99).replace('"seconds"', f'"a": {deep(99)}, "seconds"'), "nested"),
+    (hostile(search__note="X").replace('"X"', deep(100)), "nested 102 deep"),
+    (hostile(search__note='\\"[[[' * 99).replace('"engine"', f'"a": {deep(99)}, "engine"'),
+     "nested"),
     ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
     (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
     (hostile(topology__shape=[10**9]), "at most 100,000 ranks"),
     (hostile(topology__shape=[10**5] * 2, topology__axes=["a", "b"]), "at most 100,000 ranks"),
-    (hostile(seconds=10**30), "seconds: expected a number"),
+    (hostile(search__seconds=10**30), "seconds: expected a number"),
     (SECONDS.replace('"seconds": 0', '"seconds": 1e999'), r"infinite.*1e999"),
-    (hostile(seconds=math.nan), "NaN"),
-    (hostile(seconds=10**400), "401 digits"),
+    (hostile(search__seconds=math.nan), "NaN"),
+    (hostile(search__seconds=10**400), "401 digits"),
     (SECONDS.replace('"seconds": 0', '"seconds": 0, "seconds": 1'), "'seconds' twice"),
-    (hostile(note=["x"]), r"note: expected a text.*found a list"),
+    (hostile(search__note=["x"]), r"note: expected a text.*found a list"),
     (hostile(specs__parameters=7), "specs.parameters: expected a list, found 7"),
 ])  # fmt: skip
 def test_what_would_take_memory_or_time_is_refused_before_it_does(text, message):

@@ -155,11 +155,11 @@ def experts(coordinates: int, ranks: int, layers: int, each: int, extra: int = 0
 @pytest.mark.parametrize("extra", [0, 2])
 def test_many_alike_domains_are_planned_near_the_bound(extra):
     plan = experts(16, 4, layers=24, each=2, extra=extra, layout=Layout.SHARDED)
-    assert not plan.hit_time_limit
+    assert not plan.search.hit_time_limit
     assert plan.makespan_ms <= plan.lower_bound_ms * 1.014
     certificate = certify(plan)
     assert certificate.ok and certificate.proven
-    assert dict(plan.alternatives)["greedy"] > plan.makespan_ms
+    assert dict(plan.search.alternatives)["greedy"] > plan.makespan_ms
 
 
 def test_alike_domains_are_one_and_others_are_not():
@@ -178,7 +178,7 @@ def test_alike_domains_are_one_and_others_are_not():
 
 def test_ranks_that_all_differ_are_still_planned_near_the_bound():
     plan = experts(8, 4, layers=16, each=2, fixed_ms=tuple(0.01 * r for r in range(32)))
-    assert not plan.hit_time_limit
+    assert not plan.search.hit_time_limit
     assert plan.makespan_ms <= plan.lower_bound_ms * 1.025
     assert certify(plan).ok
 

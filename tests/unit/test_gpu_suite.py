@@ -153,7 +153,10 @@ try:
 except KeyboardInterrupt:
     rows({{"name": "interrupted", "pid": child.pid}})
 """
-    outcome = gpu.run_part(part(code), tmp_path, 12.0)
+    for limit_s in (8.0, 90.0):  # a busy machine may not have begun before it is interrupted
+        outcome = gpu.run_part(part(code), tmp_path, limit_s)
+        if (tmp_path / "one.json").exists():
+            break
     (row,) = on_disk(tmp_path / "one.json")["rows"]
     assert outcome["note"] == "out of time" and row["name"] == "interrupted"
     stat = Path(f"/proc/{row['pid']}/stat")

@@ -1050,7 +1050,7 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     opt, begin = given_late(how, model, PIECES[piece])
     train(model, opt, BATCHES, range(2))
     ownership = opt.ownership
-    solved = ownership.plan.seconds
+    solved = ownership.plan.search.seconds
     begin()
     with caplog.at_level("INFO", "dmuon"):
         train(model, opt, BATCHES, range(2, 5))
@@ -1060,7 +1060,7 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     assert_within(weights(model), weights(twin), 1e-5)
     assert opt.ownership is ownership and opt.stats()["steps"] == 5
     # Without new matrices nothing is solved again.
-    assert (ownership.plan.seconds == solved) == (piece in ("vectors", "embedding"))
+    assert (ownership.plan.search.seconds == solved) == (piece in ("vectors", "embedding"))
     assert certify(ownership.plan).findings == ()
     same_state(opt.state_dict()["state"], through_a_file(opt.state_dict())["state"])
     ownership.close()

@@ -20,7 +20,7 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
 from dmuon.scheduler.greedy import longest_first, round_robin
-from dmuon.scheduler.plan import Batch, OwnershipPlan, fitted_plan
+from dmuon.scheduler.plan import Batch, OwnershipPlan, Search, fitted_plan
 from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
@@ -178,8 +178,8 @@ def test_the_fingerprint_changes_with_what_runs_where(change):
     )
     assert change(plan).fingerprint() != plan.fingerprint()
     found = {
-        "seconds": 9.0, "solver": "round_robin", "status": "optimal", "cost_source": "elsewhere",
-        "lower_bound_ms": 0.5, "alternatives": (("greedy", 3.0),),
+        "search": Search((("greedy", 3.0),), 9.0), "solver": "round_robin", "status": "optimal",
+        "cost_source": "elsewhere", "lower_bound_ms": 0.5,
     }  # fmt: skip
     assert replace(plan, **found).fingerprint() == plan.fingerprint(), "not how it was found"
 
@@ -194,8 +194,8 @@ NO_RANKS = {"shape": [], "axes": [], "ranks_per_node": 1, "device_type": "cpu", 
 
 
 @pytest.mark.parametrize("changes", [
-    {"specs": None}, {"batches": None}, {"seconds": None}, {"batches": 7}, {"status": "perfect"},
-    {"layout": "scattered"}, {"topology": {}}, {"topology": NO_RANKS}, {"alternatives": [1]},
+    {"specs": None}, {"batches": None}, {"search": None}, {"batches": 7}, {"status": "perfect"},
+    {"layout": "scattered"}, {"topology": {}}, {"topology": NO_RANKS}, {"search": [1]},
     {"batches": [[0, [0]]]}, {"batches": [[0, [0, 1], 1.0, "fast"]]},
 ])  # fmt: skip
 def test_what_is_no_plan_is_refused_as_one(changes):

@@ -25,7 +25,7 @@ from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import contention
-from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
+from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
@@ -305,7 +305,8 @@ def test_the_bound_of_a_solved_plan_is_proven():
 
 
 def test_the_dict_has_the_documented_keys_and_the_same_numbers():
-    plan = replace(measured_plan(), engine="HiGHS", note="a note", hit_time_limit=True)
+    found = Search(engine="HiGHS", note="a note", hit_time_limit=True)
+    plan = measured_plan(search=found)
     report = build_report(plan, [2.0, 6.0])
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data.keys() == {
@@ -416,9 +417,11 @@ def test_a_console_may_show_it_in_colour_and_brackets_are_no_markup():
 
 def test_what_the_solver_did_is_told():
     report = build_report(replace(
-        measured_plan(), solver="milp", engine="HiGHS", status="time_limit", hit_time_limit=True,
-        note="CBC was asked for but is not installed",
-        alternatives=(("greedy", 5.0), ("round_robin", 8.0)),
+        measured_plan(), solver="milp", status="time_limit",
+        search=Search(
+            (("greedy", 5.0), ("round_robin", 8.0)), engine="HiGHS", hit_time_limit=True,
+            note="CBC was asked for but is not installed",
+        ),
     ))  # fmt: skip
     for text in (
         "MILP (HiGHS): stopped by the time limit, depends on the clock, 0.00 s",
@@ -534,7 +537,7 @@ def test_the_mesh_map_is_coloured_from_the_least_load_to_the_largest(tmp_path):
 def test_the_page_holds_what_the_text_holds(tmp_path):
     """Names and notes are escaped."""
     evil = ParameterSpec("<script>", (2,), "float32", Algorithm.FROZEN, "<script>")
-    plan = measured_plan(note="<b>note</b> & more")
+    plan = measured_plan(search=Search(note="<b>note</b> & more"))
     plan = replace(plan, specs=replace(plan.specs, frozen=(evil,)))
     slow = page(build_report(plan, [2.0, 6.0]), tmp_path)
     assert not [*parsed(slow).iter("script")] and slow.count("&lt;script&gt;") == 2
@@ -569,11 +572,12 @@ def golden_report() -> str:
     model = Mixed()
     model.blocks[1].requires_grad_(False)
     told = {
-        "solver": "milp", "engine": "HiGHS", "status": "feasible", "cost_source": "made up",
-        "layout": Layout.REDUCED, "limits": OwnerLimits(memory_bytes=1 << 20),
+        "solver": "milp", "status": "feasible", "cost_source": "made up",
+        "search": Search(engine="HiGHS"), "layout": Layout.REDUCED,
+        "limits": OwnerLimits(memory_bytes=1 << 20),
     }  # fmt: skip
-    other = (("greedy", 2.4), ("round_robin", 3.0))
-    small = taking_turns(model, 4, lower_bound_ms=2.2, alternatives=other, **told)
+    other = Search((("greedy", 2.4), ("round_robin", 3.0)), engine="HiGHS")
+    small = taking_turns(model, 4, **told | {"lower_bound_ms": 2.2, "search": other})
     small = replace(small, topology=Topology.flat(4, ranks_per_node=2))
     large = replace(taking_turns(model, 24, **told), topology=Topology.flat(24, ranks_per_node=8))
     reports = [build_report(small, [2.5, 2.0, 4.5, 2.6]), build_report(large)]

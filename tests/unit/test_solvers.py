@@ -21,7 +21,7 @@ from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import greedy, improve
-from dmuon.scheduler.plan import Dual
+from dmuon.scheduler.plan import Dual, Search
 from dmuon.scheduler.problem import UNLIMITED, Option, Problem, build_problem, frontier
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.specs import OwnerLimits
@@ -410,7 +410,7 @@ def no_search(monkeypatch):
 
 def test_a_hard_enough_problem_needs_the_solver(no_search):
     plan, plain = HARD.solve("milp"), HARD.solve("greedy")
-    assert plan.solver == "milp" and plan.engine == "HiGHS" and plan.note == ""
+    assert plan.solver == "milp" and plan.search.engine == "HiGHS" and plan.search.note == ""
     assert plan.makespan_ms < plain.makespan_ms
     assert plan.makespan_ms <= plan.lower_bound_ms * 1.01
 
@@ -454,9 +454,9 @@ def test_a_solver_that_fails_or_lies_is_not_believed(no_search, fault, note):
         else mock.patch("dmuon.scheduler.solve.available_engines", lambda: ()),
     ):
         plan = HARD.solve("milp")
-    assert note in plan.note and plan.makespan_ms <= HARD.solve("greedy").makespan_ms
+    assert note in plan.search.note and plan.makespan_ms <= HARD.solve("greedy").makespan_ms
     if note:
-        assert plan.solver == "greedy" and "this is the greedy plan" in plan.note
+        assert plan.solver == "greedy" and "this is the greedy plan" in plan.search.note
     certificate = certify(plan)
     assert certificate.ok and certificate.proven
 
@@ -465,7 +465,8 @@ def test_when_highs_fails_cbc_does_it(no_search):
     assert "PULP_CBC_CMD" in available_engines()
     with mock.patch("pulp.HiGHS.actualSolve", failing):
         plan = HARD.solve("milp")
-    assert (plan.solver, plan.engine) == ("milp", "PULP_CBC_CMD") and "HiGHS failed" in plan.note
+    assert (plan.solver, plan.search.engine) == ("milp", "PULP_CBC_CMD")
+    assert "HiGHS failed" in plan.search.note
     assert plan.makespan_ms < HARD.solve("greedy").makespan_ms
 
 
@@ -487,15 +488,15 @@ def test_a_plan_that_hit_the_clock_is_marked():
     prices = {k: tuple(k[0] ** 1.7 * b**0.93 for b in range(1, 5)) for k in set(keys)}
     instance = Instance(keys, 6, prices, OwnerLimits())
     plan = instance.solve("milp", time_limit_s=1e-6)
-    assert plan.hit_time_limit
+    assert plan.search.hit_time_limit
     assert plan.status in ("time_limit", "optimal")
     assert certify(plan).ok
 
 
 def test_equal_input_gives_an_equal_plan_before_the_clock_does():
     first, second = HARD.solve("milp"), HARD.solve("milp")
-    assert not first.hit_time_limit
-    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+    assert not first.search.hit_time_limit
+    assert replace(first, search=Search()) == replace(second, search=Search())
 
 
 # ---- what proofs rest on -----------------------------------------------------------------
