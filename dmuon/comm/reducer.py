@@ -140,11 +140,6 @@ class OwnedGradients:
 
 # ---- rounds ----------------------------------------------------------------------------------
 
-# How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
-# stream.
-UNDER_WAY = 4
-
-
 class RoundState(State):
     """Where the reduction of gradients is, since they were last cleared.
 
