@@ -140,6 +140,7 @@ class OwnedGradients:
 
 # ---- rounds ----------------------------------------------------------------------------------
 
+
 class RoundState(State):
     """Where the reduction of gradients is, since they were last cleared.
 

@@ -391,7 +391,8 @@ def frontier(
 ) -> Frontier:
     """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
 
-    Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as
+    Where there are too many, those go that cannot be worth so much with what later options bring
+    at most. If that is not enough, neighbouring ones are merged: with ``bounding`` into a point as
     cheap as the cheapest and as valuable as the best of them, so that `Frontier.best_value` is
     never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
     ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
@@ -400,23 +401,54 @@ def frontier(
     each = [density(option, limit) for option in options]
     later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
     densest = max(each, default=0.0)
+    ahead: list[_Points] = []  # what the options from each on bring, made when it is needed
     stages: list[_Points] = []
+
+    def promising(points: _Points, i: int, most: int) -> _Points:
+        nonlocal ahead, work
+        if len(points) <= most or least <= 0:
+            return points
+        if not ahead:
+            ahead, formed = _ahead(options, limit, max_points, max_work // 4)
+            work += formed
+        at = np.searchsorted(ahead[i].cost, limit - points.cost, side="right") - 1
+        return points.at(np.flatnonzero(points.value + ahead[i].value[at] >= least))
+
     for i, (option, dense) in enumerate(zip(options, later, strict=False)):
-        useful = _useful(option.cost, option.value, limit, least, densest)
-        taken = _Points(option.cost[useful], option.value[useful], useful, useful)
+        taken = _choices(option, limit, least, densest)
         pairs = max(1, (max_work - work) // (len(options) - i))
+        points = promising(points, i, pairs // max(len(taken), 1))
         if len(points) * len(taken) > pairs:
             exact = False
             taken = _thin(taken, bounding, max(math.isqrt(pairs), pairs // len(points)))
             points = _thin(points, bounding, max(1, pairs // len(taken)))
         stages.append(points)
         work += len(points) * len(taken)
-        points = _products(points, taken, limit, least, dense)
+        points = promising(_products(points, taken, limit, least, dense), i + 1, max_points)
         if len(points) > max_points:
             points, exact = _thin(points, bounding, max_points), False
     points = points.at(np.flatnonzero(points.value >= least))
     kept = () if bounding else (*stages, points)[1:]
     return Frontier(points.cost, points.value, exact, least, kept, work)
+
+
+def _ahead(
+    options: Sequence[Option], limit: int, most: int, max_work: int
+) -> tuple[list[_Points], int]:
+    """For each option, and for none, an upper bound of what it and all later ones are worth within
+    a cost, in at most ``most`` points each; and the number of pairs that were formed."""
+    found, work = [_NOTHING], 0
+    for option in reversed(options):
+        taken = _choices(option, limit, 0, math.inf)
+        taken = _thin(taken, True, max(1, max_work // (len(options) * len(found[0]))))
+        work += len(found[0]) * len(taken)
+        found.insert(0, _thin(_products(found[0], taken, limit, 0, math.inf), True, most))
+    return found, work
+
+
+def _choices(option: Option, limit: int, least: int, dense: float) -> _Points:
+    kept = _useful(option.cost, option.value, limit, least, dense)
+    return _Points(option.cost[kept], option.value[kept], kept, kept)
 
 
 def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
