@@ -83,7 +83,7 @@ from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import (
     DmuonError,
@@ -108,12 +108,14 @@ _OPTIONS: dict[Layout, type[Options]] = {
 @dataclass(frozen=True)
 class Given:
     """The model to plan, or the named parameters of an optimizer, whose specs ``routed`` gives and
-    whose module may be known too. ``before``: the ownership that is to be replaced."""
+    whose module may be known too. ``before``: the ownership that is to be replaced. ``sizes`` gives
+    the bytes of the optimizer's state, as far as it is known."""
 
     model: nn.Module | None
     named: Named | None = None
     routed: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
+    sizes: Callable[[ModelSpecs], StateSizes] = StateSizes.plain
 
     @property
     def called(self) -> str:
@@ -264,7 +266,8 @@ def assemble(
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
             shards = shard_map(found.specs, found.reports)
-            limits = shards.limits(request.planner.owner_memory_bytes)
+            sizes = given.sizes(shards.specs)
+            limits = shards.limits(request.planner.owner_memory_bytes, sizes)
             found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:
                 found = replace(found, plan=refitted(given.before.plan, found.specs, limits))

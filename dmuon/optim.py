@@ -293,7 +293,13 @@ class Muon(Optimizer):
             return run.groups.specs(named)
 
         request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
-        ownership = plan_given(Given(model, named, routed, before), request)
+
+        def sizes(specs: ModelSpecs) -> StateSizes:
+            by_name = dict(named)
+            own = (by_name[spec.name] for spec in specs.parameters)
+            return self._state_sizes(specs, own, self.param_groups)
+
+        ownership = plan_given(Given(model, named, routed, before, sizes), request)
         if not ownership.plan.specs.matrices and ownership.rank == 0:
             warnings.warn(
                 "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
@@ -427,14 +433,18 @@ class Muon(Optimizer):
         ns_dtype = resolve_ns_dtype(run.switches["ns_dtype"], ownerships[0].runtime.device)
         for ownership in ownerships:
             _check_kernels(ownership, ns_dtype, made)
-            ownership.count_state(self._state_sizes(ownership, made))
+            sizes = self._state_sizes(ownership.plan.specs, ownership.parameters, made)
+            ownership.count_state(sizes)
         return made
 
-    def _state_sizes(self, ownership: Ownership, made: Sequence[Group]) -> StateSizes:
-        """Bytes of the state of planned parameters in param groups of these hyperparameters."""
-        specs, masters = ownership.plan.specs, self._run.switches["master_weights"]
-        group_of = {p: full for g, full in zip(self.param_groups, made) for p in g["params"]}
-        own = [group_of.get(p, {}) for p in ownership.parameters]
+    def _state_sizes(
+        self, specs: ModelSpecs, parameters: Iterable[Tensor], groups: Sequence[Group]
+    ) -> StateSizes:
+        """Bytes of the state of ``parameters``, in the order of the specs, in param groups of these
+        hyperparameters."""
+        masters = self._run.switches["master_weights"]
+        group_of = {p: full for g, full in zip(self.param_groups, groups) for p in g["params"]}
+        own = [group_of.get(p, {}) for p in parameters]
         per_element = (
             element_bytes(group, getattr(torch, spec.dtype), masters, spec.algorithm)
             for group, spec in zip(own, specs.parameters, strict=True)

@@ -131,7 +131,7 @@ def element_bytes(
     master = 4 if master_weights and weight.itemsize < 4 else 0
     if algorithm is Algorithm.ADAMW:
         return master + 2 * (master or weight.itemsize)
-    return master + momentum_dtypes(group["momentum_dtype"], weight, master_weights)[0].itemsize
+    return master + momentum_dtypes(group.get("momentum_dtype"), weight, master_weights)[0].itemsize
 
 
 # ---- the rule ----------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     >>> first_of(["a", "b"]), first_of(["a", "b", "c", "d", "e"])
     ('a, b', 'a, b, c and 2 others')
     """
-    more = f" and {len(names) - most} others" if len(names) > most else ""
+    left = len(names) - most
+    more = f" and {left} other{'s' if left > 1 else ''}" if left > 0 else ""
     return printable(", ".join(names[:most]).replace("\n", "\\n")) + more
 
 

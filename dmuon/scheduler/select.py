@@ -541,10 +541,12 @@ Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
 
 
 def routes_of(specs: ModelSpecs) -> Routes:
-    matrices: dict[int, list[MatrixSpec]] = defaultdict(list)
+    """Each matrix once: a plan has one for each of its copies."""
+    matrices: dict[int, dict[Any, MatrixSpec]] = defaultdict(dict)
     for matrix in specs.matrices:
-        matrices[matrix.parameter].append(matrix)
-    return {p.name: (p, tuple(matrices[i])) for i, p in enumerate(specs.parameters)}
+        original = matrix.original
+        matrices[matrix.parameter].setdefault((original.start, original.name), original)
+    return {p.name: (p, tuple(matrices[i].values())) for i, p in enumerate(specs.parameters)}
 
 
 def collect(

@@ -203,8 +203,7 @@ def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     matrices: list[MatrixSpec] = []
     for matrix in specs.matrices:
         count = len(copies[matrix.parameter])
-        names = [f"{matrix.name} (copy {n} of {count})" for n in range(1, count + 1)]
-        matrices += [replace(matrix, name=name) for name in names] if count > 1 else [matrix]
+        matrices += [matrix.copy(n, count) for n in range(1, count + 1)]
     holders = tuple(ranks for matrix in specs.matrices for ranks in copies[matrix.parameter])
     expanded = replace(specs, matrices=tuple(matrices))
     return ShardMap(expanded, tuple(reports), tuple(copies), holders)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from operator import add, sub
 from typing import Annotated
@@ -20,6 +21,7 @@ from dmuon.types import Algorithm, Layout, PlanError
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
+_COPY = re.compile(r" \(copy \d+ of \d+\)$")
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
 INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
@@ -198,6 +200,16 @@ class MatrixSpec:
         pair = [self.rows, self.cols // math.prod(others)]
         pair = pair[::-1] if self.form.is_in_out else pair
         return Box(offset, tuple(others + pair if self.form.is_stack else pair + others))
+
+    def copy(self, number: int, count: int) -> MatrixSpec:
+        """One of ``count`` copies, each of which groups of ranks hold by themselves."""
+        name = f"{self.name} (copy {number} of {count})" if count > 1 else self.name
+        return replace(self, name=name)
+
+    @property
+    def original(self) -> MatrixSpec:
+        """The matrix that this is a `copy` of, or this one."""
+        return replace(self, name=_COPY.sub("", self.name))
 
     def fits(self, shape: Sequence[int]) -> bool:
         """True if a parameter of this shape can contain it."""

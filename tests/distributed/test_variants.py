@@ -287,9 +287,9 @@ def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str
     laid = CASES[name] if name == "ep" else replace(CASES[name], mesh=(world,))
     settings = {"master_weights": True, "variant": Damped(), "momentum_dtype": "bfloat16"}
 
-    def training(cap: int) -> Training:
+    def training(cap: int, dtype: torch.dtype = torch.bfloat16, **muon: Any) -> Training:
         planner = dmuon.PlannerOptions(owner_memory_bytes=cap)
-        return Training(laid, dtype=torch.bfloat16, dedicate={"planner": planner}, **settings)
+        return Training(laid, dtype=dtype, dedicate={"planner": planner}, **(muon or settings))
 
     first = training(1 << 20)
     first.train(range(1))
@@ -302,8 +302,16 @@ def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str
             expected += value.nbytes * (everywhere if on_params else 1) * (key != "step")
     assert sum(planned) == expected
     first.close()
-    with pytest.raises(ValueError, match=r"stores \d+ bytes.*owner_memory_bytes="):
-        training(max(planned) - 1).opt.report()
+    with pytest.raises(ValueError, match=r"stores \d+ bytes|is too small"):
+        training(sum(planned) // world - 1).opt.report()
+    if CASES[name].own:  # planned before the optimizer is known
+        return
+    plain, narrow = (
+        max(training(1 << 30, torch.float32, **muon).opt.report().plan.state_bytes)
+        for muon in ({"momentum_dtype": None}, {"momentum_dtype": "bfloat16"})
+    )
+    assert narrow < plain
+    training(narrow, torch.float32, momentum_dtype="bfloat16").opt.report()
 
 
 if __name__ == "__main__":
