@@ -57,19 +57,22 @@ def all_reduce(nbytes: float, ranks: int) -> float:
 def received(op: str, nbytes: float, ranks: int) -> float:
     """The mean over ``ranks`` for one collective of `dmuon.comm.transport.Transport`.
 
-    ``nbytes`` is the size of the tensor; for an all-to-all what this rank sends to, or receives
-    from, others: the means over ranks of the two are equal.
+    ``nbytes`` is the size of the tensor, or of all parts; for an all-to-all what this rank sends
+    to, or receives from, others: the means over ranks of the two are equal.
 
     Raises:
         ValueError: ``op`` is no collective of a transport.
     """
-    if op in ("broadcast", "reduce"):
+    if op in ("broadcast", "reduce", "all_gather", "reduce_scatter"):
         return one_root(nbytes, ranks)
     if op == "all_reduce":
         return all_reduce(nbytes, ranks)
     if op == "all_to_all":
         return nbytes
-    raise ValueError(f"op is {op!r}; expected 'broadcast', 'reduce', 'all_reduce' or 'all_to_all'")
+    raise ValueError(
+        f"op is {op!r}; expected 'broadcast', 'reduce', 'all_gather', 'reduce_scatter', "
+        "'all_reduce' or 'all_to_all'"
+    )
 
 
 def replicated(matrices: Matrices, ranks: int) -> dict[str, float]:

@@ -120,6 +120,9 @@ def kinds(world: int) -> list[Kind]:
     return found
 
 
+COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather", "all_reduce", "all_to_all")
+
+
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
     """Bytes that this rank receives in it, by tag; a mean over ranks, but for all-to-alls."""
@@ -128,17 +131,18 @@ def counting() -> Iterator[Counter[str]]:
     def counted(name: str) -> Callable[..., Work]:
         issue = getattr(C10dTransport, name)
 
-        def call(self: C10dTransport, tensor: Tensor, *given: Any, tag: str, **how: Any) -> Work:
-            nbytes: float = tensor.nbytes
+        def call(self: C10dTransport, sent: Any, *given: Any, tag: str, **how: Any) -> Work:
+            parts: Sequence[Tensor] = [sent] if isinstance(sent, Tensor) else sent
+            nbytes: float = sum(part.nbytes for part in parts)
             if name == "all_to_all":
-                nbytes -= given[1][self.rank] * tensor.itemsize
+                nbytes -= given[1][self.rank] * sent.itemsize
             found[tag] += received(name, nbytes, self.world)  # type: ignore[assignment]
-            return issue(self, tensor, *given, tag=tag, **how)  # type: ignore[no-any-return]
+            return issue(self, sent, *given, tag=tag, **how)  # type: ignore[no-any-return]
 
         return call
 
     with ExitStack() as stack:
-        for name in ("reduce", "broadcast", "all_reduce", "all_to_all"):
+        for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(C10dTransport, name, counted(name)))
         yield found
 

@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from dmuon.tools import check, plan, profile
 from dmuon.types import DmuonError
 
 CRASHED = 3  # a defect of ours; Python's own status for that is 1, which has a meaning here
@@ -22,9 +23,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-COMMANDS = {
+COMMANDS = {  # modules of `dmuon.tools`
     "plan": (
-        plan,
         "balance the matrices of a model over a mesh, without either of them",
         "Plans which rank owns which matrix and prints the load balance with a proven lower bound. "
         "Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the "
@@ -32,14 +32,12 @@ COMMANDS = {
         "large; 3 for a crash of the command itself.",
     ),
     "profile": (
-        profile,
         "measure what Newton-Schulz costs here",
         "Measures batches of each shape on this machine's device and prints the times; with --out "
         "writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of "
         "the command itself.",
     ),
     "check": (
-        check,
         "compare dmuon on several processes with Muon in one",
         "Trains small models with dmuon on several processes, with different data on each data "
         "rank, and with a plain reference Muon on the joint batch, and compares all weights and "
@@ -48,21 +46,25 @@ COMMANDS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Only what a command line names is imported, because torch takes a second."""
     parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module, text, description) in COMMANDS.items():
+    for name, (text, description) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=description)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        if name in argv:
+            module = import_module(f"dmuon.tools.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    given = sys.argv[1:] if argv is None else argv
     try:
         try:
-            args = _parser().parse_args(argv)
+            args = _parser(given).parse_args(given)
             status: int = args.run(args)
         finally:
             sys.stdout.flush()

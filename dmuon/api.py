@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dmuon import devices
+from dmuon import devices, dtensors
+from dmuon.comm import process_groups
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
@@ -33,14 +35,6 @@ from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard, uncompiled
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
-from dmuon.comm.process_groups import (
-    Grid,
-    NewGroup,
-    ProcessGroups,
-    check_launched,
-    is_initialized,
-    start_from_first,
-)
 from dmuon.comm.transport import (
     C10dTransport,
     LocalTransport,
@@ -57,21 +51,6 @@ from dmuon.config import (
     PlannerOptions,
     ReplicatedOptions,
     ShardedOptions,
-)
-from dmuon.dtensors import (
-    Named,
-    axis_names,
-    compute_device,
-    covering_mesh,
-    flaw_of_device,
-    groups_of,
-    is_distributed,
-    local_shard,
-    local_tensor,
-    mesh_axes,
-    ranks_of,
-    replica,
-    sample,
 )
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
@@ -112,7 +91,7 @@ class Given:
     the bytes of the optimizer's state, as far as it is known."""
 
     model: nn.Module | None
-    named: Named | None = None
+    named: dtensors.Named | None = None
     routed: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
     sizes: Callable[[ModelSpecs], StateSizes] = StateSizes.plain
@@ -125,15 +104,15 @@ class Given:
         return "dmuon.dedicate_params" if self.named is None else "dmuon.Muon"
 
     @property
-    def ddp(self) -> DistributedDataParallel | None:
-        return self.model if isinstance(self.model, DistributedDataParallel) else None
+    def ddp(self) -> DDP | None:
+        return self.model if isinstance(self.model, DDP) else None
 
     @property
     def inner(self) -> nn.Module | None:
         """The module without `DistributedDataParallel` around it."""
         return self.model if self.ddp is None else self.ddp.module
 
-    def trainable(self) -> Named:
+    def trainable(self) -> dtensors.Named:
         """In the order of the specs."""
         if self.named is not None:
             return [(name, p) for name, p in self.named if p.requires_grad]
@@ -209,7 +188,7 @@ def dedicate_params(
             process group was made. Raised on every rank, on the ranks without the mistake as
             ConsensusError.
     """
-    check_launched("dmuon.dedicate_params")
+    process_groups.check_launched("dmuon.dedicate_params")
     request = Request(
         layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
     )  # fmt: skip
@@ -223,9 +202,9 @@ def plan_given(given: Given, request: Request) -> Ownership:
         reshard(given.model.modules())
     named, mesh = given.trainable(), request.mesh
     if given.ddp is None and mesh is None:
-        mesh = covering_mesh(named)
+        mesh = dtensors.covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
-    transport = _transport(mesh, given.ddp, timeout_s, flaw_of_device(named))
+    transport = _transport(mesh, given.ddp, timeout_s, dtensors.flaw_of_device(named))
 
     def topology() -> Topology:
         parameters = [p for _, p in named]
@@ -234,8 +213,8 @@ def plan_given(given: Given, request: Request) -> Ownership:
     # Never compiled: what is timed is what runs.
     ownership = uncompiled(assemble)(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
-        groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
-        _warn_of_timeouts(groups)
+        ddp = given.ddp and {"DDP": given.ddp.process_group}
+        _warn_of_timeouts(ddp or dtensors.groups_of(mesh, named))
     return ownership
 
 
@@ -244,7 +223,7 @@ def assemble(
     request: Request,
     transport: Transport,
     topology: Callable[[], Topology],
-    new_group: NewGroup | None = None,
+    new_group: process_groups.NewGroup | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
@@ -262,21 +241,19 @@ def assemble(
             digest=_Found.text,
         )
         if found.held is not None:
-            found = replace(found, reports=transport.gather_objects(found.held))
+            found.reports = transport.gather_objects(found.held)
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
-            shards = shard_map(found.specs, found.reports)
-            sizes = given.sizes(shards.specs)
-            limits = shards.limits(request.planner.owner_memory_bytes, sizes)
-            found = replace(found, specs=shards.specs, shards=shards, limits=limits)
+            found.shards = shards = shard_map(found.specs, found.reports)
+            found.specs, sizes = shards.specs, given.sizes(shards.specs)
+            found.limits = shards.limits(request.planner.owner_memory_bytes, sizes)
             if given.before is not None:
-                found = replace(found, plan=refitted(given.before.plan, found.specs, limits))
+                found.plan = refitted(given.before.plan, found.specs, found.limits)
         if found.plan is not None:
-            fitted = fitted_plan(found.plan, found.specs, found.topology, found.layout)
-            _check_domains(fitted, found.limits)
-            found = replace(found, plan=fitted)
-        new_group = new_group or transport.subgroup
-        plan = _priced_plan(replace(found, planner=_planner(found)), new_group)
+            found.plan = fitted_plan(found.plan, found.specs, found.topology, found.layout)
+            _check_domains(found.plan, found.limits)
+        found.planner, new_group = _planner(found), new_group or transport.subgroup
+        plan = _priced_plan(found, new_group)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
@@ -293,7 +270,7 @@ def assemble(
     return ownership
 
 
-def _priced_plan(found: _Found, new_group: NewGroup) -> OwnershipPlan:
+def _priced_plan(found: _Found, new_group: process_groups.NewGroup) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
     request = found.request
     if found.plan is not None or request.costs != "measured":
@@ -338,12 +315,11 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
 
 
 def _with_slices(
-    costs: CostTable, free: OwnershipPlan, found: _Found, new_group: NewGroup
+    costs: CostTable, free: OwnershipPlan, found: _Found, new_group: process_groups.NewGroup
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
-    transport, request = found.transport, found.request
-    every = range(transport.world)
+    transport, every = found.transport, range(found.transport.world)
     groups: dict[int, Transport | None] = {}
     asked, sizes = found.planner.co_owners, {row.co_owners for row in free.shared_prices}
     with ExitStack() as done:
@@ -356,14 +332,15 @@ def _with_slices(
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
             transport, costs, keys, groups, found.device, found.planner,
-            kernels=request.kernels, ns_dtype=request.ns_dtype, batch_bytes=found.batch_bytes,
+            kernels=found.request.kernels, ns_dtype=found.request.ns_dtype,
+            batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
 
 # ---- what this rank finds in the model ---------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Found:
     """What is planned, and how. ``held``: what this rank holds of each parameter, in the layouts
     that look at it. ``reports``, ``shards`` and ``limits`` follow from that of all ranks; ``plan``
@@ -387,7 +364,7 @@ class _Found:
     @property
     def device(self) -> torch.device:
         """Where Newton-Schulz runs; for a model on the meta device, where its mesh lies."""
-        device = compute_device(self.parameters)
+        device = dtensors.compute_device(self.parameters)
         is_meta = device.type == "meta"
         return devices.current_device(self.topology.device_type) if is_meta else device
 
@@ -431,7 +408,7 @@ class _Found:
         if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
             # Replicas that start from different weights never meet.
             for known, p in zip(self.specs.parameters, self.parameters, strict=True):
-                some = sample(p.detach(), 8).tolist()
+                some = dtensors.sample(p.detach(), 8).tolist()
                 lines.append(f"some weights of parameter {known.name!r}: {some}")
         return "\n".join([*lines, *(f"{k}={v}" for k, v in arguments.items())])
 
@@ -480,10 +457,10 @@ def _inspect(
     held = None
     if layout is Layout.REPLICATED:
         rank, world = transport.rank, transport.world
-        held = RankShards.of(rank, [replica(p, rank, world) for _, p in named])
+        held = RankShards.of(rank, [dtensors.replica(p, rank, world) for _, p in named])
     elif layout is not Layout.REDUCED:
-        rank = dist.get_rank() if is_initialized() else 0
-        held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
+        rank = dist.get_rank() if process_groups.is_initialized() else 0
+        held = RankShards.of(rank, [dtensors.local_shard(n, p, rank) for n, p in named])
     return _Found(
         given, request, transport, [p for _, p in named], layout,
         request.options or _OPTIONS[layout](), specs, mesh, held, request.planner, request.plan,
@@ -495,14 +472,13 @@ def _layout(request: Request, given: Given) -> Layout:
     known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
         raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
-    distributed = next((n for n, p in given.trainable() if is_distributed(p)), None)
+    distributed = next((n for n, p in given.trainable() if dtensors.is_distributed(p)), None)
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
     if layout is Layout.REPLICATED and distributed is not None:
         raise DmuonError(
-            f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
-            "layout='sharded' (or 'auto')"
+            f"layout='replicated' but parameter {distributed!r} is a DTensor: use layout='sharded'"
         )
     if layout is Layout.SHARDED and given.ddp is not None:
         raise DmuonError(
@@ -524,9 +500,13 @@ def _layout(request: Request, given: Given) -> Layout:
     return Layout.REDUCED if reduces else layout
 
 
-def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layout: Layout) -> None:
+def _check_wrapping(inner: nn.Module, ddp: DDP | None, layout: Layout) -> None:
+    remedy = (
+        "call own = dmuon.dedicate_params(model, mesh, layout='dedicated') on the plain module, "
+        "before any fully_shard(..., ignored_params=own.dedicated_params)"
+    )
     for name, module in inner.named_modules():
-        if isinstance(module, DistributedDataParallel) and layout.keeps_state_at_owners:
+        if isinstance(module, DDP) and layout.keeps_state_at_owners:
             raise OwnershipError(
                 f"the model holds a DistributedDataParallel at {name!r}, which would average "
                 "gradients a second time: pass the DistributedDataParallel itself to "
@@ -535,18 +515,13 @@ def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layou
     if layout is Layout.DEDICATED and ddp is not None:
         raise OwnershipError(
             "layout='dedicated' does not take DistributedDataParallel, whose constructor refuses "
-            "the placeholders that ranks without a weight have: pass the plain module, or call "
-            "fully_shard(..., ignored_params=own.dedicated_params) after dmuon.dedicate_params"
+            f"the placeholders that ranks without a weight have: {remedy}"
         )
     if layout is Layout.DEDICATED and fsdp_roots(inner):
-        raise OwnershipError(
-            "layout='dedicated' was asked for after fully_shard: call own = "
-            "dmuon.dedicate_params(model, mesh, layout='dedicated') first, then fully_shard(..., "
-            "ignored_params=own.dedicated_params)"
-        )
+        raise OwnershipError(f"layout='dedicated' was asked for after fully_shard: {remedy}")
 
 
-def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
+def _check_ddp(ddp: DDP, transport: Transport) -> None:
     world = dist.get_world_size(ddp.process_group)
     if world != transport.world:
         raise OwnershipError(
@@ -562,11 +537,11 @@ def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
             )
 
 
-def _check_axes(named: Named, topology: Topology, options: object) -> None:
+def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> None:
     """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
-    world = dist.get_world_size() if is_initialized() else 1
+    world = dist.get_world_size() if process_groups.is_initialized() else 1
     for name, p in named:
-        if not (axes := mesh_axes(p)):
+        if not (axes := dtensors.mesh_axes(p)):
             continue
         if not {*axes} <= {*topology.axes} or topology.world < world:
             raise OwnershipError(
@@ -577,8 +552,7 @@ def _check_axes(named: Named, topology: Topology, options: object) -> None:
         if isinstance(options, DedicatedOptions) and options.param_dtype is not None:
             raise OwnershipError(
                 f"DedicatedOptions.param_dtype={options.param_dtype} but parameter {name!r} is "
-                "tensor-parallel: its local part cannot change its dtype. Leave param_dtype None "
-                "and use torch.autocast"
+                "tensor-parallel: leave param_dtype None and use torch.autocast"
             )
 
 
@@ -598,17 +572,13 @@ def _check_request(request: Request) -> None:
     if plan is None:
         return
     if not isinstance(plan, OwnershipPlan):
-        raise TypeError(
-            "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
-            f"{type(plan).__name__}"
-        )
+        raise TypeError(f"plan must be an OwnershipPlan, found {type(plan).__name__}")
     caps = [c for c in (planner.owner_memory_bytes, plan.limits.memory_bytes) if c is not None]
     fullest = max(plan.state_bytes)
     if caps and fullest > min(caps):
         raise PlanError(
             f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
-            f"optimizer state, more than owner_memory_bytes={min(caps)}: plan anew, or raise the "
-            "cap"
+            f"optimizer state, more than owner_memory_bytes={min(caps)}: plan anew, or raise it"
         )
     for kernel in {batch.kernel for batch in plan.batches} - {""}:
         choice = KernelChoice.parse(kernel)
@@ -616,8 +586,7 @@ def _check_request(request: Request) -> None:
         if not same_form or kernels.backend not in ("auto", choice.backend):
             raise PlanError(
                 f"the saved plan runs {kernel}, and kernels= asks for method={kernels.method!r}, "
-                f"backend={kernels.backend!r}: leave kernels= out to run what the plan says, or "
-                "plan= to plan again"
+                f"backend={kernels.backend!r}: leave one of them out, plan= to plan again"
             )
 
 
@@ -659,46 +628,41 @@ def _planner(found: _Found) -> PlannerOptions:
     return replace(planner, co_owners="off")
 
 
-# ---- the runtime -------------------------------------------------------------------------
-
-
-def _runtime(found: _Found, plan: OwnershipPlan, new_group: NewGroup) -> LayoutRuntime:
+def _runtime(
+    found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
+) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it.
 
     First whatever is a collective call, then what may fail on one rank alone.
     """
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     made: Callable[[], LayoutRuntime]
     if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):
-        assert model is not None
-        start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
+        process_groups.start_from_first(zip(tensors, repeat(transport)))
     if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
         made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
     elif not isinstance(options, DedicatedOptions):
         if isinstance(options, ReplicatedOptions):
-            size, timeout_s = options.publish_bucket_bytes, options.timeout_s
-            options = ShardedOptions(bucket_bytes=size, timeout_s=timeout_s)
+            options = ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
         assert found.shards is not None
-        peers = open_peers(plan, transport.rank, new_group)
-        at = compute_device(named), peers
-        for one in (transport, *peers.values()):
-            connect(one, at[0])
+        device = dtensors.compute_device(named)
+        connect(transport, device)
+        at = device, open_peers(plan, found.shards, transport, new_group, device)
         made = partial(ParamsRuntime, plan, found.shards, model, named, transport, options, *at)
     else:
         assert model is not None
-        axes = frozenset(axis for p in named for axis in mesh_axes(p))
-        grid = Grid.of(plan.topology, axes)
+        axes = frozenset(axis for p in named for axis in dtensors.mesh_axes(p))
+        grid = process_groups.Grid.of(plan.topology, axes)
         slices = Slices(plan, grid, slice_boxes(plan.specs, grid, found.reports))
-        groups = ProcessGroups.open(grid, transport, new_group)
+        groups = process_groups.ProcessGroups.open(grid, transport, new_group)
         connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
             # Of a `DTensor` equal values wherever the same slice of it lies.
-            start_from_first(
-                (local_tensor(t), groups.data if is_distributed(t) else groups.world)
-                for t in (*model.parameters(), *model.buffers())
-            )
+            among = [groups.data if dtensors.is_distributed(t) else groups.world for t in tensors]
+            process_groups.start_from_first(zip(map(dtensors.local_tensor, tensors), among))
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
     return attempt(transport, made, what="dmuon.dedicate_params", digest=lambda _: "")
 
@@ -707,12 +671,9 @@ def _runtime(found: _Found, plan: OwnershipPlan, new_group: NewGroup) -> LayoutR
 
 
 def _transport(
-    mesh: DeviceMesh | None,
-    ddp: DistributedDataParallel | None,
-    timeout_s: float | None,
-    flaw: str | None = None,
+    mesh: DeviceMesh | None, ddp: DDP | None, timeout_s: float | None, flaw: str | None = None
 ) -> Transport:
-    if not is_initialized():
+    if not process_groups.is_initialized():
         if mesh is not None:
             raise OwnershipError(
                 "a mesh was given but torch.distributed is not initialized: call "
@@ -744,44 +705,43 @@ def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
         warnings.warn(
             f"dmuon: the default process group waits {asked.total_seconds():g} s for a rank that "
             f"hangs, the groups of {', '.join(longer)} wait {most:g} s, because init_device_mesh "
-            "and new_group do not take over the timeout of init_process_group. Set it: "
-            "group.set_timeout(timeout), and with a mesh, for i in range(mesh.ndim), "
-            "mesh.get_group(i).set_timeout(timeout)",
+            "and new_group have timeouts of their own. Set them: group.set_timeout(timeout), or "
+            "mesh.get_group(i).set_timeout(timeout) for each of range(mesh.ndim)",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:
+def _ranks(mesh: DeviceMesh | None, ddp: DDP | None) -> list[int]:
     """The global ranks that plan together, in their order."""
     if mesh is not None:
-        return ranks_of(mesh)
+        return dtensors.ranks_of(mesh)
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
-    return list(range(dist.get_world_size() if is_initialized() else 1))
+    return list(range(dist.get_world_size() if process_groups.is_initialized() else 1))
 
 
 def mesh_topology(
     mesh: DeviceMesh | None,
     world: int,
     parameters: Sequence[nn.Parameter],
-    ddp: DistributedDataParallel | None,
+    ddp: DDP | None,
     planner: PlannerOptions,
 ) -> Topology:
-    device = compute_device(parameters)
+    device = dtensors.compute_device(parameters)
     if device.type == "meta":
         device = devices.default_device() if mesh is None else torch.device(mesh.device_type)
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "
-            f"model to {mesh.device_type!r}, or make the mesh with "
-            f"init_device_mesh({device.type!r}, ...)"
+            f"model, or make the mesh with init_device_mesh({device.type!r}, ...)"
         )
     ranks = range(world) if mesh is None and ddp is None else _ranks(mesh, ddp)
-    shape, axes = ((world,), ("dp",)) if mesh is None else (tuple(mesh.shape), axis_names(mesh))
+    shape = (world,) if mesh is None else tuple(mesh.shape)
+    axes = ("dp",) if mesh is None else dtensors.axis_names(mesh)
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
     per_node = planner.ranks_per_node
-    if per_node is None and is_initialized():
+    if per_node is None and process_groups.is_initialized():
         per_node = local_world_size()
     nodes = [0 if per_node is None else rank // per_node for rank in ranks]
     return Topology.on_nodes(shape, axes, nodes, device.type)

@@ -36,10 +36,8 @@ from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.types import Heads, PlanError, Splits
 
 Names = tuple[str, str, str]
+Layer = Callable[[int], nn.Module]
 MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something is wrong
-
-
-# ---- keys --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,8 @@ class _Config:
         return self.size("hidden_size")
 
 
-# ---- parts -------------------------------------------------------------------------------
+_rms_norm = partial(nn.RMSNorm, device="meta")
+_layer_norm = partial(nn.LayerNorm, device="meta")
 
 
 def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -89,10 +88,6 @@ def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, 
     return module
 
 
-def _repeat(count: int, layer: Callable[[int], nn.Module]) -> nn.ModuleList:
-    return nn.ModuleList(layer(index) for index in range(count))
-
-
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="meta"))
 
@@ -102,24 +97,15 @@ def _embedding(count: int, hidden: int) -> nn.Embedding:
     return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
 
 
-_rms_norm = partial(nn.RMSNorm, device="meta")
-_layer_norm = partial(nn.LayerNorm, device="meta")
-
-
-# ---- transformers ------------------------------------------------------------------------
-
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def _trunk(
-    c: _Config,
-    layer: Callable[[int], nn.Module],
-    norms: tuple[str, ...] = _TWO_NORMS,
-    last_norm: str = "norm",
+    c: _Config, layer: Layer, norms: Sequence[str] = _TWO_NORMS, last_norm: str = "norm"
 ) -> nn.Module:
     """The layers, each with its ``norms``, and the norm after the last of them."""
-    layers = _repeat(c.size("num_hidden_layers"), layer)
+    layers = nn.ModuleList(map(layer, range(c.size("num_hidden_layers"))))
     for made, name in product(layers, norms):
         made.add_module(name, _rms_norm(c.hidden))
     return _join(layers=layers, **{last_norm: _rms_norm(c.hidden)})
@@ -172,10 +158,9 @@ def _attention(
 def _mlp(c: _Config, width: int | None = None, fused: bool = False) -> nn.Module:
     """A gated MLP."""
     width, bias = width or c.size("intermediate_size"), c.flag("mlp_bias")
-    into, down = (c.hidden, width, bias), (width, c.hidden, bias)
-    if fused:
-        return _join(gate_up_proj=(c.hidden, 2 * width, bias), down_proj=down)
-    return _join(gate_proj=into, up_proj=into, down_proj=down)
+    names = {"gate_up_proj": 2 * width} if fused else {"gate_proj": width, "up_proj": width}
+    into = {name: (c.hidden, rows, bias) for name, rows in names.items()}
+    return _join(**into, down_proj=(width, c.hidden, bias))
 
 
 def _llama(
@@ -212,9 +197,6 @@ def _mllama(c: _Config) -> nn.Module:
     return _join(model=_join(language_model=trunk), lm_head=_head(c, embedding, False))
 
 
-# ---- mixtures of experts -----------------------------------------------------------------
-
-
 def _mixture(
     c: _Config,
     count: int,
@@ -223,9 +205,8 @@ def _mixture(
     router: str = "gate",
 ) -> nn.Module:
     """Experts and their router; ``projections`` name gate, up and down."""
-    gate, up, down = projections
-    stacks = {name: _parameter(count, width, c.hidden) for name in (gate, up)}
-    stacks[down] = _parameter(count, c.hidden, width)
+    stacks = {name: _parameter(count, width, c.hidden) for name in projections[:2]}
+    stacks[projections[2]] = _parameter(count, c.hidden, width)
     return _join(experts=_join(**stacks), **{router: (c.hidden, count)})
 
 
@@ -297,13 +278,11 @@ def _latent_attention(c: _Config) -> nn.Module:
     heads, bias = c.size("num_attention_heads"), c.flag("attention_bias")
     nope, rope, value = map(c.size, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query_rank, rank = c.size("q_lora_rank", 0, least=0), c.size("kv_lora_rank")
-    queries: dict[str, Any] = {"q_proj": (c.hidden, heads * (nope + rope))}
+    size = heads * (nope + rope)
+    queries: dict[str, Any] = {"q_proj": (c.hidden, size)}
     if query_rank:
-        queries = {
-            "q_a_proj": (c.hidden, query_rank, bias),
-            "q_a_layernorm": _rms_norm(query_rank),
-            "q_b_proj": (query_rank, heads * (nope + rope)),
-        }
+        down, norm = (c.hidden, query_rank, bias), _rms_norm(query_rank)
+        queries = {"q_a_proj": down, "q_a_layernorm": norm, "q_b_proj": (query_rank, size)}
     return _join(
         **queries,
         kv_a_proj_with_mqa=(c.hidden, rank + rope, bias),
@@ -313,22 +292,17 @@ def _latent_attention(c: _Config) -> nn.Module:
     )
 
 
-# ---- state spaces ------------------------------------------------------------------------
-
-
 def _mixer(
     c: _Config, inner: int, keys: Names, state: int, rank: int = 0, heads: int = 0, groups: int = 1
 ) -> nn.Module:
     """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
     Mamba-2 (arXiv 2405.21060, section 7).
 
-    ``keys``: the length of the convolution, and the biases of the projections and of it.
-    """
+    ``keys``: the length of the convolution, and the biases of the projections and of it."""
     kernel, bias, kernel_bias = c.size(keys[0], 4), c.flag(keys[1]), c.flag(keys[2], True)
     channels = inner + (2 * groups * state if heads else 0)
-    convolution = nn.Conv1d(
-        channels, channels, kernel, groups=channels, bias=kernel_bias, device="meta"
-    )
+    how: dict[str, Any] = {"groups": channels, "bias": kernel_bias, "device": "meta"}
+    convolution = nn.Conv1d(channels, channels, kernel, **how)
     mixer = _join(conv1d=convolution, out_proj=(inner, c.hidden, bias))
     if heads:
         mixer.in_proj = _linear(c.hidden, inner + channels + heads, bias)
@@ -344,8 +318,7 @@ def _mixer(
 
 def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> None:
     """Raise PlanError unless the heads fill the inner size; ``key`` is the size of a head."""
-    size = c.size(key, default)
-    if heads * size != inner:
+    if heads * (size := c.size(key, default)) != inner:
         raise PlanError(
             f"the model configuration has {heads} heads of {key!r} = {size}, which do not fill the "
             f"inner size {inner}"
@@ -380,8 +353,10 @@ def _jamba(c: _Config) -> nn.Module:
     rank = c.size("mamba_dt_rank", -(-c.hidden // 16))
     count, width = c.size("num_experts", 16), c.size("intermediate_size")
     every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
-    moe_every = c.size("expert_layer_period", 2)
-    moe_first = c.size("expert_layer_offset", 1, least=0)
+    moe_every, moe_first = (
+        c.size("expert_layer_period", 2),
+        c.size("expert_layer_offset", 1, least=0),
+    )
 
     def layer(index: int) -> nn.Module:
         is_dense = count == 1 or index % moe_every != moe_first
@@ -411,9 +386,6 @@ def _bamba(c: _Config) -> nn.Module:
     return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
 
 
-# ---- others ------------------------------------------------------------------------------
-
-
 def _gpt2(c: _Config) -> nn.Module:
     """GPT-2 stores its weights (in, out), and its c_attn holds q, k and v as one matrix."""
     hidden = c.size("n_embd")
@@ -436,7 +408,7 @@ def _gpt2(c: _Config) -> nn.Module:
     transformer = _join(
         wte=embedding,
         wpe=_embedding(c.size("n_positions"), hidden),
-        h=_repeat(c.size("n_layer"), block),
+        h=nn.ModuleList(map(block, range(c.size("n_layer")))),
         ln_f=_layer_norm(hidden),
     )
     return _join(transformer=transformer, lm_head=_head(c, embedding, True))
@@ -461,7 +433,7 @@ def _siglip(c: _Config) -> nn.Module:
             patch_embedding=nn.Conv2d(3, hidden, patch, stride=patch, device="meta"),
             position_embedding=_embedding(patches, hidden),
         ),
-        encoder=_join(layers=_repeat(c.size("num_hidden_layers"), layer)),
+        encoder=_join(layers=nn.ModuleList(map(layer, range(c.size("num_hidden_layers"))))),
         post_layernorm=_layer_norm(hidden),
     )
 
@@ -487,37 +459,26 @@ def _pi0(c: _Config) -> nn.Module:
     )
 
 
-# ---- any of them -------------------------------------------------------------------------
-
 _gemma = partial(_llama, head_dim=256, tied=True)
 
-MODEL_TYPES: Mapping[str, Callable[[_Config], nn.Module]] = MappingProxyType(
-    {
-        "bamba": _bamba,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": partial(_deepseek, correction_bias=True),
-        "falcon_mamba": _mamba,
-        "gemma": _gemma,
-        "gemma2": partial(_gemma, norms=_FOUR_NORMS),
-        "gemma3_text": partial(_gemma, norms=_FOUR_NORMS, qk_norm=True),
-        "gpt2": _gpt2,
-        "gpt_oss": _gpt_oss,
-        "jamba": _jamba,
-        "llama": _llama,
-        "mamba": _mamba,
-        "mamba2": partial(_mamba, version=2),
-        "mistral": _llama,
-        "mixtral": _mixtral,
-        "mllama": _mllama,
-        "mllama_text_model": _mllama,
-        "phi3": partial(_llama, fused=True),
-        "pi0": _pi0,
-        "qwen2": partial(_llama, qkv_bias=True),
-        "qwen2_moe": lambda c: _qwen_moe(c, shared=True, qkv_bias=c.flag("qkv_bias", True)),
-        "qwen3": partial(_llama, head_dim=128, qk_norm=True),
-        "qwen3_moe": partial(_qwen_moe, qk_norm=True),
-    }
-)
+MODEL_TYPES: Mapping[str, Callable[[_Config], nn.Module]] = MappingProxyType({
+    "bamba": _bamba,
+    "deepseek_v2": _deepseek, "deepseek_v3": partial(_deepseek, correction_bias=True),
+    "falcon_mamba": _mamba,
+    "gemma": _gemma, "gemma2": partial(_gemma, norms=_FOUR_NORMS),
+    "gemma3_text": partial(_gemma, norms=_FOUR_NORMS, qk_norm=True),
+    "gpt2": _gpt2, "gpt_oss": _gpt_oss,
+    "jamba": _jamba,
+    "llama": _llama,
+    "mamba": _mamba, "mamba2": partial(_mamba, version=2),
+    "mistral": _llama, "mixtral": _mixtral,
+    "mllama": _mllama, "mllama_text_model": _mllama,
+    "phi3": partial(_llama, fused=True), "pi0": _pi0,
+    "qwen2": partial(_llama, qkv_bias=True),
+    "qwen2_moe": lambda c: _qwen_moe(c, shared=True, qkv_bias=c.flag("qkv_bias", True)),
+    "qwen3": partial(_llama, head_dim=128, qk_norm=True),
+    "qwen3_moe": partial(_qwen_moe, qk_norm=True),
+})  # fmt: skip
 
 
 def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
@@ -556,9 +517,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return found
 
 
-# ---- presets -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Preset:
     """The configuration of one architecture, and the publication that its numbers are from."""
@@ -571,10 +529,20 @@ _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim",
 )  # fmt: skip
+_TIED_SIZES = (*_SIZES, "tie_word_embeddings")
+_MOE_SIZES = (*_SIZES, "num_experts", "moe_intermediate_size")
+_LATENT_SIZES = (
+    *_SIZES[:4], "intermediate_size", "moe_intermediate_size", "n_routed_experts",
+    "n_shared_experts", "first_k_dense_replace", "q_lora_rank",
+)  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 
 
 def _config(kind: str, *sizes: int, keys: Sequence[str] = _SIZES, **more: Any) -> dict[str, Any]:
-    return {"model_type": kind, **dict(zip(keys, sizes, strict=True)), **more}
+    """The ``sizes`` by their ``keys``, the last of which may be absent, and ``more`` keys."""
+    return {"model_type": kind, **dict(zip(keys, sizes)), **more}
 
 
 def _family(
@@ -587,14 +555,17 @@ def _family(
     }
 
 
-_TIED = {"tie_word_embeddings": True}
-_LLAMA32 = "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{}"
 _GPT2 = "GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{}"
+_LLAMA32 = "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{}"
 _QWEN25 = "Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{}"
 _QWEN3 = "Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{}"
+_V2 = "DeepSeek-V2 paper (2024), appendix B; config.json of deepseek-ai/DeepSeek-V2-{}"
+_V3 = "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction"
+_PI0 = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
 
-# Vocabulary, hidden size, layers, heads, heads of keys, width of the MLP, size of a head.
-_DENSE = {
+# Vocabulary, hidden size, layers, heads, heads of keys, width of the MLP, size of a head; then
+# whether embeddings are tied, or experts and their width.
+PRESETS: Mapping[str, Preset] = MappingProxyType({
     **_family("", "gpt2", _GPT2, {
         "gpt2": (50257, 768, 12),
         "gpt2-medium": (50257, 1024, 24),
@@ -607,94 +578,55 @@ _DENSE = {
         "405B": (128256, 16384, 126, 128, 8, 53248, 128),
     }),
     **_family("llama3.2-", "llama", _LLAMA32, {
-        "1B": (128256, 2048, 16, 32, 8, 8192, 64),
-        "3B": (128256, 3072, 28, 24, 8, 8192, 128),
-    }, **_TIED),
+        "1B": (128256, 2048, 16, 32, 8, 8192, 64, True),
+        "3B": (128256, 3072, 28, 24, 8, 8192, 128, True),
+    }, keys=_TIED_SIZES),
     **_family("qwen2.5-", "qwen2", _QWEN25, {
-        "0.5B": (151936, 896, 24, 14, 2, 4864, 64),
-        "1.5B": (151936, 1536, 28, 12, 2, 8960, 128),
-        "3B": (151936, 2048, 36, 16, 2, 11008, 128),
-    }, **_TIED),
-    **_family("qwen2.5-", "qwen2", _QWEN25, {
+        "0.5B": (151936, 896, 24, 14, 2, 4864, 64, True),
+        "1.5B": (151936, 1536, 28, 12, 2, 8960, 128, True),
+        "3B": (151936, 2048, 36, 16, 2, 11008, 128, True),
         "7B": (152064, 3584, 28, 28, 4, 18944, 128),
         "14B": (152064, 5120, 48, 40, 8, 13824, 128),
         "32B": (152064, 5120, 64, 40, 8, 27648, 128),
         "72B": (152064, 8192, 80, 64, 8, 29568, 128),
-    }),
+    }, keys=_TIED_SIZES),
     **_family("qwen3-", "qwen3", _QWEN3, {
-        "0.6B": (151936, 1024, 28, 16, 8, 3072, 128),
-        "1.7B": (151936, 2048, 28, 16, 8, 6144, 128),
-        "4B": (151936, 2560, 36, 32, 8, 9728, 128),
-    }, **_TIED),
-    **_family("qwen3-", "qwen3", _QWEN3, {
+        "0.6B": (151936, 1024, 28, 16, 8, 3072, 128, True),
+        "1.7B": (151936, 2048, 28, 16, 8, 6144, 128, True),
+        "4B": (151936, 2560, 36, 32, 8, 9728, 128, True),
         "8B": (151936, 4096, 36, 32, 8, 12288, 128),
         "14B": (151936, 5120, 40, 40, 8, 17408, 128),
         "32B": (151936, 5120, 64, 64, 8, 25600, 128),
-    }),
-}  # fmt: skip
-
-_LATENT = {
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
-
-
-_EXPERTS = {
+    }, keys=_TIED_SIZES),
     **_family("qwen3-", "qwen3_moe", _QWEN3, {
-        "30B-A3B": (151936, 2048, 48, 32, 4, 6144, 128),
-    }, num_experts=128, moe_intermediate_size=768),
-    **_family("qwen3-", "qwen3_moe", _QWEN3, {
-        "235B-A22B": (151936, 4096, 94, 64, 4, 12288, 128),
-    }, num_experts=128, moe_intermediate_size=1536),
-    "mixtral-8x7b": Preset(
-        _config("mixtral", 32000, 4096, 32, 32, 8, 14336, 128, num_local_experts=8),
-        "Mixtral of Experts paper (Jiang et al. 2024), table 1",
-    ),
-    "mixtral-8x22b": Preset(
-        _config("mixtral", 32000, 6144, 56, 48, 8, 16384, 128, num_local_experts=8),
-        "config.json of mistralai/Mixtral-8x22B-v0.1",
-    ),
-    "deepseek-v2-lite": Preset(
-        _LATENT | {
-            "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
-            "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 10944,
-            "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 1,
+        "30B-A3B": (151936, 2048, 48, 32, 4, 6144, 128, 128, 768),
+        "235B-A22B": (151936, 4096, 94, 64, 4, 12288, 128, 128, 1536),
+    }, keys=_MOE_SIZES),
+    **_family("mixtral-", "mixtral", "Mixtral of Experts paper (Jiang et al. 2024), table 1", {
+        "8x7B": (32000, 4096, 32, 32, 8, 14336, 128),
+    }, num_local_experts=8),
+    **_family("mixtral-", "mixtral", "config.json of mistralai/Mixtral-{}-v0.1", {
+        "8x22B": (32000, 6144, 56, 48, 8, 16384, 128),
+    }, num_local_experts=8),
+    **_family("deepseek-v2-", "deepseek_v2", _V2, {
+        "Lite": (102400, 2048, 27, 16, 10944, 1408, 64, 2, 1),
+    }, keys=_LATENT_SIZES, **_LATENT),
+    **_family("deepseek-", "deepseek_v3", _V3, {
+        "V3": (129280, 7168, 61, 128, 18432, 2048, 256, 1, 3, 1536),
+    }, keys=_LATENT_SIZES, **_LATENT),
+    **_family("moe-", "qwen3_moe", "made up: a scaling target of about 46,000 matrices", {
+        "60x256": (128256, 4096, 60, 32, 8, 1536, 128, 256, 1536),
+    }, keys=_MOE_SIZES),
+    "vla": Preset(_config(
+        "pi0", 32, keys=("action_dim",),
+        vision_config={
+            "hidden_size": 1152, "num_hidden_layers": 27, "intermediate_size": 4304,
+            "patch_size": 14, "image_size": 224,
         },
-        "DeepSeek-V2 paper (2024), appendix B; config.json of deepseek-ai/DeepSeek-V2-Lite",
-    ),
-    "deepseek-v3": Preset(
-        _LATENT | {
-            "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
-            "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
-            "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3, "q_lora_rank": 1536,
-        },
-        "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction",
-    ),
-    "moe-60x256": Preset(
-        _config(
-            "qwen3_moe", 128256, 4096, 60, 32, 8, 1536, 128,
-            num_experts=256, moe_intermediate_size=1536,
-        ),
-        "made up: a scaling target of about 46,000 matrices",
-    ),
-}  # fmt: skip
-
-_PI0 = {
-    "model_type": "pi0",
-    "vision_config": {
-        "hidden_size": 1152, "num_hidden_layers": 27, "intermediate_size": 4304, "patch_size": 14,
-        "image_size": 224,
-    },
-    "text_config": _config("gemma", 257152, 2048, 18, 8, 1, 16384, 256),
-    "expert_config": _config("gemma", 257152, 1024, 18, 8, 1, 4096, 256),
-    "action_dim": 32,
-}  # fmt: skip
-_PI0_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {**_DENSE, **_EXPERTS, "vla": Preset(_PI0, _PI0_SOURCE)}
-)
+        text_config=_config("gemma", 257152, 2048, 18, 8, 1, 16384, 256),
+        expert_config=_config("gemma", 257152, 1024, 18, 8, 1, 4096, 256),
+    ), _PI0),
+})  # fmt: skip
 
 
 def _from_function(text: str, dtype: str | None) -> nn.Module:
@@ -720,8 +652,7 @@ def _from_function(text: str, dtype: str | None) -> nn.Module:
 
 
 def _load(text: str, dtype: str | None) -> nn.Module:
-    preset = PRESETS.get(text.lower())
-    if preset is not None:
+    if preset := PRESETS.get(text.lower()):
         return build(preset.config, dtype)
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
@@ -730,11 +661,10 @@ def _load(text: str, dtype: str | None) -> nn.Module:
         return _from_function(text, dtype)
     # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
     name = text.rsplit("/", 1)[-1].lower()
-    close = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5))
-    hint = f"; did you mean {close}? python -m dmuon plan --help lists all presets"
     ways = "or the path of a Hugging Face config.json, or module:function"
-    if not close:
-        hint = f". Presets: {', '.join(PRESETS)}; {ways}"
+    hint = f". Presets: {', '.join(PRESETS)}; {ways}"
+    if close := ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)):
+        hint = f"; did you mean {close}? python -m dmuon plan --help lists all presets"
     raise PlanError(f"no preset and no file {text!r}{hint}")
 
 

@@ -69,9 +69,8 @@ def _of_type(*types: Any) -> Callable[[Any], Any]:
     return read
 
 
-def _one_of(values: tuple[str | None, ...]) -> Allowed:
-    names = ", ".join(map(repr, values))
-    return Allowed(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
+def _one_of(*values: str) -> Allowed:
+    return Allowed(f"one of {', '.join(map(repr, values))}", _of_type(str), values.__contains__)
 
 
 def _is_rate(value: Any) -> bool:
@@ -111,11 +110,10 @@ ADJUSTMENT = Allowed(
 FLAG = Allowed("True or False", _of_type(bool))
 TEXT = Allowed("a string", _of_type(str))
 VARIANT = Allowed("a variant", lambda value: value)  # see `dmuon.rule.rule_of`
-_MOMENTUM_DTYPES = "bfloat16", "float32"
 MOMENTUM_DTYPE = Allowed(
-    f"None or one of {', '.join(map(repr, _MOMENTUM_DTYPES))}",
+    "None or one of 'bfloat16', 'float32'",
     lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
-    lambda value: value is None or value in _MOMENTUM_DTYPES,
+    lambda value: value is None or value in ("bfloat16", "float32"),
 )
 AT_LEAST_ZERO = Allowed("a number >= 0", _number, lambda value: value >= 0)
 PATH = Allowed("a path", _of_type(str, os.PathLike))
@@ -284,12 +282,13 @@ class ShardedOptions(_Checked):
 
     ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
-    so that traffic hides behind computing. ``buffers``: buckets that may be under way to their
-    owners, and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
+    so that traffic hides behind computing (None: into 3, but none smaller than 2 MiB, because each
+    collective takes its time). ``buffers``: buckets that may be under way to their owners, and as
+    many on their way back. ``timeout_s``: see `ReplicatedOptions`.
     """
 
     bucket_bytes: int = _default(BUCKET_BYTES, COUNT)
-    min_buckets: int = _default(3, COUNT)
+    min_buckets: int | None = _default(None, COUNT.or_none())
     buffers: int = _default(2, COUNT)
     timeout_s: float | None = _default(None, SECONDS)
 
@@ -337,7 +336,7 @@ class MuonDefaults:
     eps: float = _default(1e-7, EPS)  # it keeps a zero matrix zero
     ns_steps: int = _default(5, NS_STEPS)
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
-    momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
+    momentum_mode: str = _default("ema", _one_of("ema", "sgd"))
     dampening: float = _default(0.0, FINITE)
     variant: Any = _default(None, VARIANT)
     cautious_weight_decay: bool = _default(False, FLAG)
@@ -374,10 +373,10 @@ MIXED_RULES = {
 }
 # What holds for all groups, and is an argument of `dmuon.Muon` alone.
 SWITCH_RULES = {
-    "publish": _one_of(("async", "sync")),
+    "publish": _one_of("async", "sync"),
     "master_weights": FLAG,
     "block_lr_ratio": FINITE_POSITIVE.or_none(),
-    "nonfinite": _one_of(("skip", "raise")),
+    "nonfinite": _one_of("skip", "raise"),
     "verify_every": COUNT.or_none(),
 }
 

@@ -18,10 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 GPU = "cuda"
 """The type of device that planning assumes where none is at hand; ROCm has the same name."""
@@ -129,7 +131,7 @@ class Cpu(Device):
 
     host_can_read = True
     is_cpu = True
-    chunk_bytes = 1 << 18
+    chunk_bytes = 1 << 19
 
     def name(self) -> str:
         """A number of threads belongs to it: it decides the time as much as the model does."""
@@ -367,10 +369,15 @@ def cpu_has_bf16() -> bool:
     its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
     """
     if not _has_bf16:
-        # In a thread of its own: there no mode of the caller's turns products into fake ones.
-        with ThreadPoolExecutor(1) as threads:
-            _has_bf16.append(threads.submit(_bf16_is_fast).result())
+        _has_bf16.append(undisturbed(_bf16_is_fast))
     return _has_bf16[0]
+
+
+def undisturbed(work: Callable[[], T]) -> T:
+    """The result of ``work`` in a thread of its own: there no mode of the caller's turns products
+    into fake ones."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
 
 
 _has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind

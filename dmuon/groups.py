@@ -13,7 +13,7 @@ import gc
 import operator
 import weakref
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import compress, islice, repeat
@@ -22,30 +22,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon import config
 from dmuon.comm.hooks import refuse_fsdp1, reshard
-from dmuon.config import (
-    ADAMW_RULES,
-    FLAGS,
-    MIXED_RULES,
-    MUON_RULES,
-    SWITCH_RULES,
-    check_muon_group,
-    checked,
-    instead,
-    is_idle,
-)
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.rule import rule_of
-from dmuon.scheduler.select import (
-    LISTS,
-    THREE_WAYS,
-    Member,
-    Routes,
-    collect,
-    routes_of,
-)
+from dmuon.scheduler.select import LISTS, THREE_WAYS, Member, Routes, collect, no_matrix, routes_of
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
-from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, SelectionError
+from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError
 
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
@@ -62,8 +45,9 @@ _NOTES = {
     "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
     "lr_scale", "lr_mult", "lr_multiplier", "wd_mult", "wd_scale", "decay_mult",
 }  # fmt: skip
-_FOR_ALL = {*SWITCH_RULES, "period", "ns_dtype", "dedicate"}
-_OURS = {*MUON_RULES, *ADAMW_RULES, *MIXED_RULES, "adamw_lr", *PROGRESS.values()}
+_FOR_ALL = {*config.SWITCH_RULES, "period", "ns_dtype", "dedicate"}
+_OURS = {*config.MUON_RULES, *config.ADAMW_RULES, *config.MIXED_RULES}
+_OURS |= {"adamw_lr", *PROGRESS.values()}
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -132,9 +116,6 @@ def algorithm_of(group: Group) -> Algorithm | None:
             "parameters have names"
         )
     return None if said is None else Algorithm(said)
-
-
-# ---- the parameters of an optimizer ------------------------------------------------------
 
 
 class NamedGroups:
@@ -278,8 +259,7 @@ class NamedGroups:
                 raise OwnershipError(
                     f"opt.param_groups has {len(groups)} groups, {len(self.names)} were "
                     f"given; group {number} has {len(group['params'])} parameters and "
-                    f"{len(names)} names: add groups with opt.add_param_group, and freeze what is "
-                    "not to be trained"
+                    f"{len(names)} names: add groups with opt.add_param_group"
                 )
             found += zip(names, group["params"])
         return found
@@ -324,11 +304,7 @@ class NamedGroups:
         models = (reference() for reference in self.models)
         others = (p for model in models if model is not None for p in model.parameters())
         if not specs.matrices and not any(p.ndim > 1 and not p.requires_grad for p in others):
-            raise SelectionError(
-                "no parameter was selected as a matrix, so there is nothing for Muon to do: "
-                + "; ".join(f"{p.name}: {p.reason}" for p in specs.parameters[:20])
-                + ". Say what is one (dedicate={'select': ...}), or use torch.optim.AdamW"
-            )
+            raise no_matrix(specs.parameters)
         return specs
 
 
@@ -405,43 +381,33 @@ class _Live:
             modules = _live_modules(also_frozen=True)
             reshard(modules)
             uses = _uses(modules, wanted)
-        self._parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-        for module in modules:
-            for child in module.children():
-                self._parents[child].append(module)
-        self._around: dict[nn.Module, dict[nn.Module, None]] = {}
-        self.held: dict[nn.Module, set[int]] = defaultdict(set)
-        self._uses: Counter[nn.Module] = Counter()
+        own: dict[nn.Module, list[int]] = defaultdict(list)
         for holder, i in uses:
-            for module in self._and_above(holder):
-                self.held[module].add(i)
-                self._uses[module] += 1
-
-    def _and_above(self, module: nn.Module) -> dict[nn.Module, None]:
-        """Itself and all modules that contain it."""
-        if module not in self._around:
-            found = self._around[module] = {module: None}
-            for parent in self._parents.get(module, ()):
-                found |= self._and_above(parent)
-        return self._around[module]
+            own[holder].append(i)
+        self._inside = {module: {*module.modules()} for module in modules}  # itself and all below
+        self._uses = {
+            module: [i for holder in own.keys() & inside for i in own[holder]]
+            for module, inside in self._inside.items()
+        }
+        self.held = {module: {*ids} for module, ids in self._uses.items()}
 
     def smallest(self, wanted: Set[int]) -> nn.Module | None:
         """The module that holds most of these parameters, in most places, and is the smallest."""
-        ranked = {m: (len(held & wanted), self._uses[m]) for m, held in self.held.items()}
+        ranked = {m: (len(held & wanted), len(self._uses[m])) for m, held in self.held.items()}
         most = max(ranked.values(), default=(0, 0))
         best = [m for m, rank in ranked.items() if rank == most] if most[0] else []
-        return min(best, key=lambda m: sum(1 for _ in m.modules()), default=None)
+        return min(best, key=lambda m: len(self._inside[m]), default=None)
 
     def chain(self, module: nn.Module) -> list[nn.Module]:
         """It and, one around the other, the modules that contain all that contains it."""
         found = [module]
         while True:
-            ways = [self._and_above(m) for m in self._parents.get(found[-1], ())]
-            common = [m for m in (ways or [{}])[0] if all(m in way for way in ways)]
+            parents = {m for m in self._inside if found[-1] in m.children()}
+            common = [m for m, inside in self._inside.items() if parents and parents <= inside]
             common = [m for m in common if m not in found]
             if not common:
                 return found
-            found.append(max(common, key=lambda m: len(self._and_above(m))))
+            found.append(min(common, key=lambda m: len(self._inside[m])))
 
 
 def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
@@ -486,9 +452,10 @@ def completed(
     parameters, so its ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr``
     or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
     """
-    own = {k: v for k, v in group.items() if k not in _MEMBERS and not is_idle(k, v, in_group=True)}
+    idle = [k for k, v in group.items() if config.is_idle(k, v, in_group=True)]
+    own = {k: v for k, v in group.items() if k not in (*_MEMBERS, *idle)}
     if not group["params"]:  # perhaps it has some on other pipeline stages
-        own = {k: v for k, v in own.items() if k in ADAMW_RULES or k not in _OURS}
+        own = {k: v for k, v in own.items() if k in config.ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
         return muon | own
     if Algorithm.MUON not in algorithms:
@@ -526,8 +493,8 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     """
     place = f" in opt.param_groups[{number}]"
     is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
-    needed = {**(MUON_RULES if is_muon else ADAMW_RULES)}
-    needed |= MIXED_RULES if is_muon and is_adamw else {}
+    needed = {**(config.MUON_RULES if is_muon else config.ADAMW_RULES)}
+    needed |= config.MIXED_RULES if is_muon and is_adamw else {}
     missing = [name for name in needed if name not in group]
     if missing:
         raise OwnershipError(
@@ -538,23 +505,23 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum of every group
         noted.add("momentum")
     for key in sorted(group.keys() - needed.keys() - noted):
-        if not key.startswith("_") and not is_idle(key, group[key], in_group=True):
+        if not key.startswith("_") and not config.is_idle(key, group[key], in_group=True):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: "
                 + _instead(key, needed, is_muon)
             )
     if not is_muon:
-        return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
-    kept = check_muon_group(group, place)
+        return config.checked(config.ADAMW_RULES, group, owner="AdamW ", place=place)
+    kept = config.check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
     rule_of(kept, place)
-    return kept | (checked(MIXED_RULES, group, place=place) if is_adamw else {})
+    return kept | (config.checked(config.MIXED_RULES, group, place=place) if is_adamw else {})
 
 
 def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
     """Advice on a key that nobody reads in a group with these hyperparameters."""
-    if key in FLAGS:
-        return instead(key, needed)
+    if key in config.FLAGS:
+        return config.instead(key, needed)
     if key in _FOR_ALL:
         return f"it holds for all groups, so pass dmuon.Muon(..., {key}=...)"
     if key == "adamw_lr" and "adamw_lr_ratio" in needed:
@@ -562,14 +529,14 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
     near = [k for k in (f"adamw_{key}", key.removeprefix("adamw_")) if k in needed]
     if key in _OURS and not (near and {"betas", "adamw_betas"} & {*needed}):
         return "the group has " + ("matrices only" if is_muon else "no matrices") + ": remove it"
-    meant = f"did you mean {near[0]!r}? Else remove it" if near else instead(key, needed)
+    meant = f"did you mean {near[0]!r}? Else remove it" if near else config.instead(key, needed)
     return f"{meant}. Begin the name of what is yours with '_'"
 
 
 def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
-    read = {*now, *_NOTES} - FLAGS - {*BOUND} | {"maximize", "amsgrad"}
+    read = {*now, *_NOTES} - config.FLAGS - {*BOUND} | {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
 
 
@@ -606,9 +573,7 @@ class Accepted:
         if len(groups) != count:
             raise OwnershipError(
                 f"opt.param_groups has {len(groups)} groups, but {count} were given: "
-                "add groups with opt.add_param_group, and freeze what is not to be trained. To "
-                "plan other groups call own.close(), dmuon.dedicate_params(model) and "
-                "dmuon.Muon(...) again"
+                "add groups with opt.add_param_group, and freeze what is not to be trained"
             )
         for number, (group, params, (keys, known)) in enumerate(
             zip(groups, self.params, self._known)

@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -34,39 +34,29 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.transport import LocalTransport, Transport, Work
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch
+from dmuon.kernels import choice as choosing
 from dmuon.kernels import newton_schulz as ns
-from dmuon.kernels.choice import (
-    backend_version,
-    candidates,
-    common_choice,
-    default_backend,
-    described,
-    fixed_choice,
-    ops_of,
-    why_not,
-)
+from dmuon.kernels.choice import Speeds, backend_version, candidates, fixed_choice, why_not
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.rule import Hyper, Rule
 from dmuon.scheduler import costs
-from dmuon.scheduler.costs import (
-    BATCH_NUMEL,
-    CostTable,
-    Link,
-    SliceKey,
-    canonical_key,
-    largest_batch,
-)
+from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, Link, canonical_key, largest_batch
 from dmuon.scheduler.specs import ShapeKey, dtype_name
-from dmuon.tensors import normalize
+from dmuon.tensors import are_raw, normalize
 from dmuon.types import KernelChoice
 
 T = TypeVar("T")
 
 PASSES = 10  # over everything, the first of which warms up
-_MIN_TIMES = 5  # medians are of at least so many, if the budget allows
+_MIN_TIMES = 5  # medians are of at least so many, where that is quick
+_FEW_PASSES = 2  # where it is not
 _STABLE = 0.05  # of the median, between the quartiles
+_PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
+_CHOICE_MS = 20.0  # of running the kernels of one case are quick
+_LOST = 1.2  # times as long as the fastest: another pass would change nothing
+_LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
@@ -94,7 +84,7 @@ class Case:
         return self.batch, self.key[0], -(-self.key[1] // self.co_owners)
 
     @property
-    def row(self) -> ShapeKey | SliceKey:
+    def row(self) -> ShapeKey | costs.SliceKey:
         """Its key in a `CostTable`."""
         return self.key if self.co_owners == 1 else (*self.key, self.co_owners, self.split)
 
@@ -146,6 +136,13 @@ class Pace:
             ms = table.batch_ms(case.key, case.batch)
         return runs * ms / 1e3 > deadline - self.clock()
 
+    def alike(self, case: Case) -> Case:
+        """The smallest known batch of this shape that takes so long that a CPU runs larger ones,
+        such as ``case``, with the same kernel; ``case`` if there is none."""
+        sizes = (2**i for i in range(case.batch.bit_length()))
+        smaller = (replace(case, batch=size) for size in sizes if size < case.batch)
+        return next((c for c in smaller if self.known.get(c, 0.0) >= _LONG_MS), case)
+
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Single matrices before larger batches, each by the time of all matrices of its shape,
         longest first. Where nothing is known the smallest case comes before all others, to learn
@@ -164,6 +161,8 @@ def median_times(
     pace: Pace,
     *,
     deadline: float = math.inf,
+    enough_ms: float = math.inf,
+    is_race: bool = False,
     progress: Progress = lambda done, case: None,
 ) -> dict[Run, float]:
     """The median milliseconds of each run, in their order as far as the ``deadline`` allows; inf,
@@ -174,11 +173,12 @@ def median_times(
     Everything is run once before anything is run again, up to `PASSES` times. So each run finds
     caches and memory as in a training step, where no batch follows itself, and a slow second of the
     machine spoils one number of each run instead of all numbers of one. The first pass warms up: it
-    counts only for runs that are not repeated.
+    counts only for runs that are repeated no more than once, where the smaller number does. After
+    ``enough_ms`` of running that is enough. In a race what is clearly slower is not run again.
     """
-    times: dict[Run, list[float]] = {}
+    times: dict[Run, list[float]] = defaultdict(list)
     medians: dict[Run, float] = {}
-    todo, done = list(runs), 0
+    todo, done, spent_ms = list(runs), 0, 0.0
     for number in range(PASSES):
         turns = first_turns(timer.device) if number == 0 else 1
         for run in todo:
@@ -187,20 +187,23 @@ def median_times(
             if pace.is_late(run[0], deadline, turns):
                 continue
             try:
-                ms = timer.run(*run)
+                ms = _attempted(run[1], partial(timer.run, run[0]))
             except torch.OutOfMemoryError:
                 continue
-            except Exception as failure:
-                _leave_out(run[1], failure)
-                medians[run] = math.inf
+            if ms == math.inf:
+                medians[run] = ms
                 continue
-            if number > 0:
-                times.setdefault(run, []).append(ms)
-            # No clock is more exact than six digits.
-            medians[run] = float(f"{statistics.median(times.get(run, [ms])):.6g}")
+            times[run].append(ms)
+            spent_ms += ms
+            few = len(times[run]) <= _FEW_PASSES
+            ms = min(times[run]) if few else statistics.median(times[run][1:])
+            medians[run] = float(f"{ms:.6g}")  # no clock is more exact
             pace.known[run[0]] = medians[run]
         todo = [run for run in todo if medians.get(run, math.inf) < math.inf]
-        if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
+        if is_race and number > 0:
+            best = min((medians[run] for run in todo), default=math.inf)
+            todo = [run for run in todo if min(times[run]) <= _LOST * best]
+        if number > 0 and all(_suffice(times[run], spent_ms >= enough_ms) for run in todo):
             break
     return medians
 
@@ -211,26 +214,25 @@ def first_turns(device: torch.device) -> int:
     return 1 if devices.of(device).is_cpu else 3
 
 
-def _is_optional(kernel: str) -> bool:
-    return "/triton" in kernel
+def _attempted(kernel: str, work: Callable[[str], float]) -> float:
+    """What ``work`` finds of a kernel; inf for an optional one that raises, with a warning, unless
+    a tile needs more memory than the device has: tiles are tried to learn that."""
+    try:
+        return work(kernel)
+    except Exception as failure:
+        if "/triton" not in kernel or isinstance(failure, torch.OutOfMemoryError):
+            raise
+        if type(failure).__name__ != "OutOfResources":
+            backend, why = kernel.split("/")[1].partition("-")[0], choosing.described(failure)
+            message = f"dmuon: kernel backend {backend!r} is left out where it fails: {why}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return math.inf
 
 
-def _leave_out(kernel: str, failure: Exception) -> None:
-    """Warn of an optional kernel that raised, unless a tile needs more memory than the device has:
-    tiles are tried to learn that. Any other failure is raised again."""
-    if not _is_optional(kernel):
-        raise failure
-    if type(failure).__name__ != "OutOfResources":
-        backend = kernel.split("/")[1].partition("-")[0]
-        warnings.warn(
-            f"dmuon: kernel backend {backend!r} is left out where it fails: {described(failure)}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def _is_stable(times: Sequence[float]) -> bool:
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+def _suffice(times: Sequence[float], is_long: bool) -> bool:
+    if is_long or len(times) <= _MIN_TIMES:
+        return is_long and len(times) >= _FEW_PASSES
+    low, middle, high = statistics.quantiles(times[1:], n=4, method="inclusive")
     return high - low <= _STABLE * middle
 
 
@@ -263,7 +265,8 @@ class OwnerTimer:
         self._warm: set[Run] = set()
 
     def _call(self, case: Case, kernel: str) -> Call:
-        return Call(case.shape, self._triples, kernel)
+        is_raw = not self._momentum and are_raw({self.ns_dtype}, self.device)
+        return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else 1.0)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Allocate memory in which these can run one at a time. Returns those that need no more
@@ -313,8 +316,7 @@ class OwnerTimer:
             normalize(grads, self.ns_dtype, out=operand)
         watch.start()
         if self._momentum:
-            fused = self._runner.is_fused(call)
-            Rule().operand(buffer, grads, self._hyper, out=operand, fused=fused)
+            Rule().operand(buffer, grads, self._hyper, out=operand)
         self._runner.run(call, operand)
         watch.stop()
         return watch
@@ -384,17 +386,15 @@ def gate_errors(
         return runner.run(Call(shape, triples, kernel), values).to(wide)
 
     expected = result(x.to(wide, copy=True), f"standard/torch/{dtype_name(wide)}")
+
+    def error_of(kernel: str) -> float:
+        return float((result(x.clone(), kernel) - expected).norm() / expected.norm())
+
     errors: dict[KernelChoice, float] = {}
     for choice in choices:
         if is_over():
             break
-        try:
-            error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:
-            _leave_out(str(choice), failure)
-            error = math.inf
+        error = _attempted(str(choice), error_of)
         errors[choice] = math.inf if math.isnan(error) else error
     return errors
 
@@ -405,23 +405,27 @@ def choose_kernels(
     timer: OwnerTimer,
     pace: Pace,
     options: KernelOptions,
+    speeds: Speeds | None = None,
     *,
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
     """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
     that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
 
-    The other cases are left to the fixed rule, which also wins where nothing is clearly faster.
+    The other cases are left to the rule, which also wins where nothing is clearly faster; with
+    these ``speeds``, or the fixed ones.
 
     Raises:
         ValueError: the options ask for what cannot run on this device.
         RuntimeError: no candidate of a case computes the right thing.
     """
     deadline = pace.clock() + options.tune_budget_s
+    steps = MuonDefaults().ns_steps
+    how = timer.ns_dtype, timer.device, steps, options.method, options.backend, speeds
     chosen: dict[Case, str] = {}
     todo: dict[Case, tuple[KernelChoice, ...]] = {}
     for case in cases:
-        choices = candidates(*_arguments(case, timer.ns_dtype, timer.device, options))
+        choices = candidates(case.key[0], case.key[1], *how)
         if cached.get(case, "") in map(str, choices):
             chosen[case] = cached[case]
         elif len(choices) > 1:
@@ -431,8 +435,10 @@ def choose_kernels(
     for number, case in enumerate(pace.in_order(todo)):
         progress(number, case)
         # Where a batch runs matrix by matrix, its size does not matter.
-        limit = ops_of(todo[case][0], timer.device, case.key[0]).batch_rows
+        limit = choosing.ops_of(todo[case][0], timer.device, case.key[0]).batch_rows
         timed = case if limit is None or case.key[0] <= limit else replace(case, batch=1)
+        if devices.of(timer.device).is_cpu:
+            timed = pace.alike(timed)
         if timed not in fastest:
             fastest[timed] = _fastest(timed, todo[case], timer, pace, deadline)
         if (best := fastest[timed]) is not None:
@@ -444,7 +450,7 @@ def _fastest(
     case: Case, choices: Sequence[KernelChoice], timer: OwnerTimer, pace: Pace, deadline: float
 ) -> KernelChoice | None:
     """The choice for a case; None where there is too little time or memory to measure it."""
-    count = len(choices) * (_MIN_TIMES + 3)
+    count = len(choices) * (_FEW_PASSES + 3)
     if pace.is_late(case, deadline, count):
         return None
     try:
@@ -462,11 +468,9 @@ def _fastest(
     # Checking compiles too, which may take long.
     if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
         return None
-    times = median_times(runs, timer, pace)
-    if len(times) < len(runs):
-        return None
-    ms = {choice: times[run] for choice, run in zip(right, runs) if times[run] < math.inf}
-    if not ms:
+    times = median_times(runs, timer, pace, enough_ms=_CHOICE_MS, is_race=True)
+    ms = {choice: times[run] for choice, run in zip(right, runs) if times.get(run, 0) < math.inf}
+    if len(times) < len(runs) or not ms:
         return None
     best, first = min(ms, key=lambda choice: (ms[choice], str(choice))), next(iter(ms))
     return best if ms[best] < _MARGIN * ms[first] else first
@@ -495,19 +499,11 @@ def compile_ahead(
         (small(case), choice): None
         for case, choices in todo.items()
         for choice in choices
-        if _is_optional(str(choice))
+        if choice.backend.startswith("triton")
     }
     if runs:
         with ThreadPoolExecutor(min(len(runs), os.cpu_count() or 1)) as threads:
             list(threads.map(compile_one, runs))
-
-
-def _arguments(
-    case: Case, dtype: torch.dtype, device: torch.device, options: KernelOptions
-) -> tuple[Any, ...]:
-    """The arguments of `candidates` and `fixed_choice`."""
-    steps = MuonDefaults().ns_steps
-    return (*case.key[:2], dtype, device, steps, options.method, options.backend)
 
 
 # ---- measured costs ----------------------------------------------------------------------
@@ -528,10 +524,12 @@ class _Session:
         kernels: KernelOptions,
         ns_dtype: str | torch.dtype,
         momentum: bool,
+        keys: Iterable[ShapeKey],
         fresh: bool = False,
     ) -> None:
-        """A collective call: ranks agree on dtype and backends. ``fresh`` ignores the cache."""
-        self.transport = transport
+        """A collective call: ranks agree on dtype, speeds (for matrices with these ``keys``) and
+        backends. ``fresh`` ignores the cache."""
+        self.transport, self._budget_s = transport, options.profile_budget_s
         given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
         self._folder = None if given is None else os.fspath(given)
         own = devices.of(device)
@@ -540,26 +538,16 @@ class _Session:
             dtype = resolve_ns_dtype(ns_dtype, device)
             is_open = own.has_triton and kernels.backend == "auto"
             reason = why_not("triton", device, torch.float32) if is_open else None
-            backend = default_backend(device, dtype)
-            return socket.gethostname(), self._folder, own.name(), dtype, backend, reason
+            rows = max((min(key[:2]) for key in keys), default=0)
+            speeds = choosing.measured_speeds(device, dtype, rows)
+            return socket.gethostname(), self._folder, own.name(), dtype, speeds, reason
 
         ranks = self.exchanged(here)
         host, _, name, *_ = ranks[transport.rank]
-        found = {(dtype, backend) for *_, dtype, backend, _ in ranks}
-        self.ns_dtype, backend = common_choice(found, device)
-        if kernels.backend == "auto" and len(found) > 1 and backend == "torch_rounded":
-            kernels = replace(kernels, backend=backend)
-        lacking = [(rank, reason) for rank, (*_, reason) in enumerate(ranks) if reason is not None]
-        if lacking:
-            kernels = replace(kernels, backend="torch")
-            if transport.rank == 0:
-                warnings.warn(
-                    "dmuon: the kernel backend 'triton' is not available on {} of {} ranks, so all "
-                    "do without; on rank {}: {}".format(len(lacking), len(ranks), *lacking[0]),
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        self.kernels = kernels
+        found = {(dtype, speeds) for *_, dtype, speeds, _ in ranks}
+        self.ns_dtype, self.speeds = choosing.common_choice(found, device)
+        reasons = [reason for *_, reason in ranks]
+        self.kernels = kernels = self._runnable(kernels, reasons, len(found) > 1)
         row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
         self.sharing = 1
         if own.is_cpu:
@@ -575,11 +563,28 @@ class _Session:
         # The first rank with this cache writes it for all that share it.
         caches = [rank[:4] for rank in ranks]
         self._leads = caches.index(caches[transport.rank]) == transport.rank
+        self.progress = ProgressLine(shown=transport.rank == 0)
         cached: CostTable | None = None
         self._problem: str | None = None
         if self._folder is not None and not fresh:
             cached, self._problem = costs.read_cache(self._folder, self._key)
         self.old = cached or self.model
+
+    def _runnable(
+        self, kernels: KernelOptions, reasons: Sequence[str | None], differ: bool
+    ) -> KernelOptions:
+        """What all ranks can run; ``reasons`` why each has no Triton, ``differ``: in speeds."""
+        if differ and kernels.backend == "auto" and self.speeds.backend == "torch_rounded":
+            kernels = replace(kernels, backend="torch_rounded")
+        lacking = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
+        if not lacking:
+            return kernels
+        if self.transport.rank == 0:
+            (first, why), found = lacking[0], f"{len(lacking)} of {len(reasons)} ranks"
+            message = f"dmuon: the kernel backend 'triton' is not available on {found}, so all do "
+            message += f"without; on rank {first}: {why}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return replace(kernels, backend="torch")
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
         """The result of ``work`` on each rank; if it failed on one, all raise."""
@@ -592,31 +597,37 @@ class _Session:
         cached: Mapping[Case, float],
         make: Callable[[], OwnerTimer],
         model: CostTable,
-        budget_s: float,
         title: str,
     ) -> dict[Case, float]:
         """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
-        the kernel fails: what is ``cached`` on all ranks, and what all measure at once, for about
-        ``budget_s`` seconds at most."""
+        the kernel fails: what is ``cached`` on all ranks, and what all measure at once, in about
+        the time that the options give."""
         by_rank = self.exchanged(lambda: dict(cached))
         lacking = [case for case in names if any(case not in times for times in by_rank)]
 
         def measure() -> dict[Case, float]:
-            timer, pace = make(), Pace(model, cached)
-            deadline = pace.clock() + budget_s
-            bar = progress_bar(PASSES * len(lacking), title, shown=self.transport.rank == 0)
-            with torch.no_grad(), bar as shown:
+            timer, pace, budget_s = make(), Pace(model, cached), self._budget_s
+            deadline, enough_ms = pace.clock() + budget_s, 1e3 * _PRICES_SHARE * budget_s
+            # What takes long enough to be shown is run so many times.
+            with torch.no_grad(), self.progress.of(title, _FEW_PASSES * len(lacking)) as shown:
                 runs = timer.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-                new = median_times(runs, timer, pace, deadline=deadline, progress=shown)
+                race = partial(median_times, deadline=deadline, enough_ms=enough_ms, progress=shown)
+                if not devices.of(timer.device).is_cpu:
+                    found = race(runs, timer, pace)
+                else:  # what single matrices take may tell what a batch does
+                    found = race([run for run in runs if run[0].batch == 1], timer, pace)
+                    new = [run for run in runs if run not in found and pace.alike(run[0]) == run[0]]
+                    found |= race(new, timer, pace)
+                    for run in runs:
+                        if (one := pace.alike(run[0])) != run[0]:
+                            found.setdefault(run, pace.known[one] / one.batch * run[0].batch)
             # A new time replaces the cached one, whichever is larger.
-            return dict(cached) | {case: ms for (case, _), ms in new.items()}
+            return dict(cached) | {case: ms for (case, _), ms in found.items()}
 
         if lacking:
             by_rank = self.exchanged(measure)
-        slowest: dict[Case, float] = {}
-        for case, ms in chain.from_iterable(times.items() for times in by_rank):
-            slowest[case] = max(ms, slowest.get(case, ms))
-        return slowest
+        cases = dict.fromkeys(chain.from_iterable(by_rank))
+        return {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
 
     def write(self, new: CostTable) -> None:
         """Keep what is new; warn of problems."""
@@ -645,8 +656,7 @@ def measured_costs(
     timer: Callable[..., OwnerTimer] = OwnerTimer,
     batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
-    """The costs on the slowest rank of batches of matrices with these (rows, cols, dtype), and the
-    kernels that run them.
+    """The slowest rank's costs of batches of these (rows, cols, dtype), and the kernels to run.
 
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
@@ -657,8 +667,9 @@ def measured_costs(
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
-    session = _Session(transport, device, options, kernels, ns_dtype, momentum, fresh)
-    dtype, old, kernels = session.ns_dtype, session.old, session.kernels
+    keys = list(keys)
+    session = _Session(transport, device, options, kernels, ns_dtype, momentum, keys, fresh)
+    dtype, old, kernels, speeds = session.ns_dtype, session.old, session.kernels, session.speeds
     cases = cases_of(keys, options.max_batch, batch_bytes // dtype.itemsize)
     how = {"momentum": momentum, "sharing": session.sharing, "options": kernels}
     make = partial(timer, device, dtype, **how)
@@ -667,10 +678,11 @@ def measured_costs(
         if transport.rank != 0:
             return {}
         known, pace = _of_cases(old.kernels, cases), Pace(session.model)
-        with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
-            return choose_kernels(cases, known, make(), pace, kernels, progress=shown)
+        with torch.no_grad(), session.progress.of("dmuon chooses kernels", len(cases)) as shown:
+            return choose_kernels(cases, known, make(), pace, kernels, speeds, progress=shown)
 
-    rule = {case: str(fixed_choice(*_arguments(case, dtype, device, kernels))) for case in cases}
+    offered = dtype, device, MuonDefaults().ns_steps, kernels.method, kernels.backend, speeds
+    rule = {case: str(fixed_choice(case.key[0], case.key[1], *offered)) for case in cases}
     tuned = session.exchanged(choose)[0]
     names, timed = rule | tuned, rule | _of_cases(old.kernels, cases)
     cached = {
@@ -678,8 +690,7 @@ def measured_costs(
         for case, ms in _of_cases(old.entries, cases).items()
         if timed[case] == names[case]  # measured with the kernel that is to run
     }
-    title = "dmuon measures Newton-Schulz"
-    times = session.times(names, cached, make, session.model, options.profile_budget_s, title)
+    times = session.times(names, cached, make, session.model, "dmuon measures Newton-Schulz")
     # A kernel that failed on a rank has no time, and nobody runs it.
     failed = {case for case, ms in times.items() if ms == math.inf}
     names |= {case: rule[case] for case in failed}
@@ -714,7 +725,8 @@ def measured_slices(
     A collective call as `measured_costs`, with the same errors. Exchanges are timed each time,
     because jobs differ in the ranks that exchange.
     """
-    session = _Session(transport, device, options, kernels, ns_dtype, table.momentum)
+    keys = list(keys)
+    session = _Session(transport, device, options, kernels, ns_dtype, table.momentum, keys)
     dtype, old = session.ns_dtype, session.old
     on_cpu = devices.of(device).is_cpu
     most = 1 if on_cpu else options.max_batch  # a CPU multiplies slices matrix by matrix
@@ -727,8 +739,8 @@ def measured_slices(
     names = {case: table.slice_kernel(case.key) for case in cases}
     cached = _of_cases(old.slices, cases)
     make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
-    model, title = replace(session.model, entries=table.entries), "dmuon measures slices"
-    times = session.times(names, cached, make, model, options.profile_budget_s, title)
+    model = replace(session.model, entries=table.entries)
+    times = session.times(names, cached, make, model, "dmuon measures slices")
     slices = _by_row({case: ms for case, ms in times.items() if ms < math.inf})
 
     def contention() -> float:
@@ -762,15 +774,11 @@ def _links(
     session: _Session, groups: Mapping[int, Transport | None], device: torch.device
 ) -> dict[int, Link]:
     """The speed of exchanges in the slowest group, by the number of co-owners."""
-
     by_rank = session.exchanged(
         lambda: {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
     )
-    found = {}
-    for k in groups:
-        if each := [ms[k] for ms in by_rank if k in ms]:
-            found[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
-    return found
+    each = {k: [ms[k] for ms in by_rank if k in ms] for k in groups}
+    return {k: _fitted(np.max(ms, axis=0).tolist(), k - 1) for k, ms in each.items() if ms}
 
 
 def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
@@ -790,8 +798,8 @@ def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
 
 
 def _fitted(ms: Sequence[float], others: int) -> Link:
-    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with this number of other ranks, by
-    a least-squares fit of relative errors.
+    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with so many other ranks, by a
+    least-squares fit of relative errors.
 
     >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], 1)
     >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
@@ -814,24 +822,51 @@ def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> di
     return {c: table[c.row][c.batch] for c in cases if c.batch in table.get(c.row, ())}
 
 
-@contextmanager
-def progress_bar(
-    total: int, what: str, *, shown: bool = True, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Progress]:
-    """A line on standard error, if it takes more than two seconds and standard error is a terminal.
-    It is drawn on each call, because a thread that draws would disturb the measurement."""
-    visible_at = clock() + (_SHOW_AFTER_S if shown and sys.stderr.isatty() else math.inf)
-    clear = ""
+class ProgressLine:
+    """Says on standard error what is measured, on one rank and once it has taken two seconds: with
+    a bar in a terminal, elsewhere in a single line.
 
-    def show(done: int, case: Case) -> None:
-        nonlocal clear
-        if clock() >= visible_at:
-            clear = "\r\x1b[K"
+    It is drawn on each call, because a thread that draws would disturb the measurement.
+    """
+
+    def __init__(self, *, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._visible_at = clock() + (_SHOW_AFTER_S if shown else math.inf)
+
+    @contextmanager
+    def of(self, what: str, total: int) -> Iterator[Progress]:
+        """Says ``what`` is done, and how many of ``total`` runs are."""
+        bar: Any = None
+
+        def show(done: int, case: Case) -> None:
+            nonlocal bar
+            if self._clock() < self._visible_at:
+                return
+            if not sys.stderr.isatty():
+                self._visible_at = math.inf
+                sys.stderr.write(f"{what} ({done} of {total}); later runs find it in the cache\n")
+                sys.stderr.flush()
+                return
             batch, rows, cols = case.shape
-            sys.stderr.write(f"\r{what}: {done}/{total}, {batch} x [{rows}, {cols}]\x1b[K")
-            sys.stderr.flush()
+            text = f"{what}, {batch} x [{rows}, {cols}]"
+            if bar is None:
+                from rich import progress
+                from rich.console import Console
 
-    try:
-        yield show
-    finally:
-        sys.stderr.write(clear)
+                # Drawn when it is told to, and leaves nothing behind.
+                bar = progress.Progress(
+                    progress.TextColumn("{task.description}", markup=False),
+                    progress.BarColumn(),
+                    progress.MofNCompleteColumn(),
+                    console=Console(stderr=True, force_jupyter=False),
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                bar.add_task(text, completed=done, total=total)
+                stack.enter_context(bar)
+            bar.update(bar.task_ids[0], completed=done, description=text, refresh=True)
+
+        with ExitStack() as stack:
+            yield show

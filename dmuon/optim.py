@@ -16,33 +16,24 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from inspect import signature
 from itertools import chain, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dmuon import devices
+from dmuon import config, devices
 from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.transport import C10dTransport
-from dmuon.config import (
-    SWITCH_RULES,
-    AdamWDefaults,
-    MuonDefaults,
-    check_muon_group,
-    checked,
-    instead,
-    is_idle,
-)
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
@@ -57,11 +48,10 @@ from dmuon.groups import (
     is_pair,
     read_groups,
 )
-from dmuon.kernels.choice import common_choice, default_backend, fixed_choice, is_safe, why_not
+from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
-from dmuon.report.data import LoadBalanceReport
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
@@ -70,6 +60,9 @@ from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
 from dmuon.types import Coefficients, KernelChoice, Layout, NewParameters, OwnershipError, first_of
+
+if TYPE_CHECKING:
+    from dmuon.report.data import LoadBalanceReport
 
 
 class Muon(Optimizer):
@@ -181,11 +174,11 @@ class Muon(Optimizer):
         **others: Any,
     ) -> None:
         betas = _read_others(others, adamw_betas)
-        muon = MuonDefaults(
+        muon = config.MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
-        adamw = AdamWDefaults(adamw_lr, betas, adamw_eps, adamw_weight_decay)
+        adamw = config.AdamWDefaults(adamw_lr, betas, adamw_eps, adamw_weight_decay)
         switches = {
             "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
@@ -210,16 +203,16 @@ class Muon(Optimizer):
         self,
         given: list[Group],
         ownerships: Sequence[Ownership],
-        muon: MuonDefaults,
-        adamw: AdamWDefaults,
+        muon: config.MuonDefaults,
+        adamw: config.AdamWDefaults,
         period: Period,
         dedicate: Mapping[str, Any] | None,
     ) -> list[Group]:
         """The param groups, when everything is right. Not a collective call: what must be alike on
         all ranks is compared when engines are made."""
         run = self._run
-        run.groups.defaults = check_muon_group(muon.group()), adamw.group()
-        checked(SWITCH_RULES, run.switches)
+        run.groups.defaults = config.check_muon_group(muon.group()), adamw.group()
+        config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
         run.asked = _request(dedicate, ownerships)
@@ -381,8 +374,8 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        ns_dtype, backend = _agreed(ownerships, run.switches["ns_dtype"])
-        agreed = run.switches | {"ns_dtype": ns_dtype, "backend": backend}
+        ns_dtype, speeds = _agreed(ownerships, run.switches["ns_dtype"])
+        agreed = run.switches | {"ns_dtype": ns_dtype, "speeds": speeds}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
@@ -659,13 +652,12 @@ class Muon(Optimizer):
         """
         self.synchronize()
         self._show_loaded()
-        shown: dict[Any, Any] = {}
         with torch.no_grad():
-            for engine in self._run.engines:
-                shown |= engine.saved_state()
+            shown = [engine.saved_state() for engine in self._run.engines]
         kept = dict(self.state)
         try:
-            self.state.update(shown)
+            for entries in shown:
+                self.state.update(entries)
             found = super().state_dict()
         finally:
             self.state.update(kept)
@@ -696,9 +688,7 @@ class Muon(Optimizer):
         def read() -> SavedState:
             self._named()
             masters = run.switches["master_weights"]
-            return read_state(
-                state_dict, self.param_groups, run.groups, run.schedule, master_weights=masters
-            )
+            return read_state(state_dict, self.param_groups, run.groups, run.schedule, masters)
 
         transports = [o.runtime.transport for o in run.ownerships]
         for transport in transports:
@@ -770,26 +760,26 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
 # ---- what is given -----------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Run:
     """All that changes about an optimizer, in one object: a framework may put another in front of
     it, whose reads reach this one and whose writes do not (Lightning)."""
 
-    def __init__(self, switches: dict[str, Any], groups: NamedGroups) -> None:
-        self.switches = switches
-        self.groups = groups
-        self.ready = False
-        self.in_closure = False
-        self.schedule = Schedule(1)
-        self.asked = Request()
-        self.verified = 0
-        # State that waits for the plan, by name.
-        self.loaded: dict[str, dict[str, Any]] = {}
-        # Once it is planned:
-        self.frozen: list[tuple[str, Any]] = []
-        self.engines: list[Engine] = []
-        self.ownerships: list[Ownership] = []
-        self.accepted: Accepted | None = None
-        self.bytes: Counter[str] = Counter()
+    switches: dict[str, Any]
+    groups: NamedGroups
+    ready: bool = False
+    in_closure: bool = False
+    schedule: Schedule = field(default_factory=lambda: Schedule(1))
+    asked: Request = Request()  # noqa: RUF009  frozen
+    verified: int = 0
+    # State that waits for the plan, by name.
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Once it is planned:
+    frozen: list[tuple[str, Any]] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    ownerships: list[Ownership] = field(default_factory=list)
+    accepted: Accepted | None = None
+    bytes: Counter[str] = field(default_factory=Counter)
 
 
 def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tuple[float, float]:
@@ -798,13 +788,12 @@ def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tu
     betas = others.pop("betas", None)
     if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
         raise TypeError(
-            f"betas={betas} and adamw_betas={adamw_betas} are two words for one thing: "
-            "pass one of them"
+            f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
         )
     for name, value in others.items():
-        if not is_idle(name, value):
+        if not config.is_idle(name, value):
             known = signature(Muon.__init__).parameters
-            raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead(name, known)}")
+            raise TypeError(f"dmuon.Muon has no keyword {name!r}: {config.instead(name, known)}")
     return adamw_betas if betas is None else betas
 
 
@@ -865,14 +854,12 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
             if p not in names and p.requires_grad:
                 raise OwnershipError(
                     f"parameter {name!r} in group {number} is trainable but was not part of "
-                    "dedicate_params: was it added or unfrozen since? Call own.close() and "
-                    "dmuon.dedicate_params(model) again"
+                    "dedicate_params: call own.close() and dmuon.dedicate_params(model) again"
                 )
     if missing := [name for p, name in names.items() if p not in seen]:
         raise OwnershipError(
             f"{len(missing)} dedicated parameters were not passed to dmuon.Muon: "
-            f"{', '.join(missing[:5])}. Pass all of them, or freeze them (requires_grad_(False)) "
-            "before dmuon.dedicate_params(model)"
+            f"{', '.join(missing[:5])}. Pass them, or freeze them before dmuon.dedicate_params"
         )
 
 
@@ -911,31 +898,35 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
         raise ValueError(
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
         )
-    steps = {group["ns_steps"] for group in groups if "ns_steps" in group}
-    for shape, count in product({m.shape for m in plan.specs.matrices}, steps):
-        fixed_choice(*shape, dtype, device, count, options.method, options.backend)
+    counts = {group["ns_steps"] for group in groups if "ns_steps" in group}
+    for shape, count in product({m.shape for m in plan.specs.matrices}, counts):
+        choice.fixed_choice(*shape, dtype, device, count, options.method, options.backend)
     for kernel in {batch.kernel for batch in plan.batches} - {""}:
-        choice = KernelChoice.parse(kernel)
-        planned: torch.dtype = getattr(torch, choice.dtype)
-        if choice.restarts and not is_safe(choice.restarts, planned, MuonDefaults().ns_steps):
+        named = KernelChoice.parse(kernel)
+        planned: torch.dtype = getattr(torch, named.dtype)
+        steps = config.MuonDefaults().ns_steps
+        if named.restarts and not choice.is_safe(named.restarts, planned, steps):
             raise ValueError(
-                f"the plan runs {kernel}, with which the iteration diverges: it was not made by "
-                "this version of dmuon. Plan again (without plan=)"
+                f"the plan runs {kernel}, with which the iteration diverges: plan again without it"
             )
-        if (reason := why_not(choice.backend, device, planned)) is not None:
+        if (reason := choice.why_not(named.backend, device, planned)) is not None:
             raise ValueError(
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
                 "on this hardware (without plan=)"
             )
 
 
-def _agreed(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> tuple[torch.dtype, str]:
-    """The Newton-Schulz dtype of all ranks, and the backend where no plan names a kernel."""
+def _agreed(
+    ownerships: list[Ownership], ns_dtype: str | torch.dtype
+) -> tuple[torch.dtype, choice.Speeds]:
+    """The Newton-Schulz dtype of all ranks, and the speeds that decide where no plan names a
+    kernel."""
     device = ownerships[0].runtime.device
     mine = resolve_ns_dtype(ns_dtype, device)
-    choice = mine, default_backend(device, mine)
-    found = {c for o in ownerships for c in o.runtime.transport.gather_objects(choice)}
-    return common_choice(found, device)
+    rows = max((min(m.shape) for o in ownerships for m in o.plan.specs.matrices), default=0)
+    asked = mine, choice.measured_speeds(device, mine, rows)
+    found = {c for o in ownerships for c in o.runtime.transport.gather_objects(asked)}
+    return choice.common_choice(found, device)
 
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
@@ -946,7 +937,7 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
         return None
     return (
         f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and Newton-Schulz runs "
-        f"in {dtype_name(dtype)}: the fixed rule chooses instead. Leave ns_dtype out to use them"
+        f"in {dtype_name(dtype)}: the rule chooses instead. Leave ns_dtype out to use them"
     )
 
 
@@ -969,9 +960,8 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
     ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-    squares: dict[tuple[int, torch.dtype], float] = defaultdict(float)  # sums, of updates
-    counts: Counter[tuple[int, torch.dtype]] = Counter()
-    weights: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    # By group and dtype: weights, their updates' sums of squares, and how many elements those have.
+    found: dict[tuple[int, torch.dtype], list[tuple[Tensor, float, int]]] = defaultdict(list)
     for ownership in ownerships:
         plan = ownership.plan
         # In the dedicated layout the first rank may store no matrix.
@@ -980,23 +970,22 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         for p, (_, matrices) in _planned([ownership]).items():
             local = local_tensor(p)
             if matrices and p.dtype.itemsize < 4 and local.numel():
-                key = group_of[p], p.dtype
-                hyper = Hyper.of(groups[key[0]])
-                weights[key].append(local)
-                for m in matrices:
-                    counts[key] += m.numel
-                    squares[key] += hyper.adjusted(*m.shape) ** 2 / max(m.shape) * m.numel
+                hyper = Hyper.of(groups[group_of[p]])
+                squares = [hyper.adjusted(*m.shape) ** 2 / max(m.shape) * m.numel for m in matrices]
+                entry = local, sum(squares), sum(m.numel for m in matrices)
+                found[group_of[p], p.dtype].append(entry)
     lost = []
-    for key, some in weights.items():
-        update = math.sqrt(squares[key] / counts[key])
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in some]
+    for (number, dtype), entries in found.items():
+        weights, sums, counts = zip(*entries)
+        update = math.sqrt(sum(sums) / sum(counts))
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-        weight = norm / math.sqrt(sum(w.numel() for w in some))
-        if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, key[1])):
-            lost.append((update / ulp, update, weight, *key))
+        weight = norm / math.sqrt(sum(w.numel() for w in weights))
+        if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, dtype)):
+            lost.append((update / ulp, update, weight, number, dtype))
     if not lost:
         return None
-    _, update, weight, number, dtype = min(lost, key=lambda entry: entry[0])
+    _, update, weight, number, dtype = min(lost, key=lambda row: row[0])
     return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
         f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,18 @@ from dmuon.comm.hooks import fsdp_roots, hidden_parameters
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.config import KernelOptions
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
-from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import StateSizes, canonical_name
 from dmuon.step.engine import StepTelemetry
 from dmuon.tensors import scale_all, wide_norms
 from dmuon.types import Layout, OwnershipError, PlanError
 
+if TYPE_CHECKING:
+    from dmuon.report.data import LoadBalanceReport
+
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
 # weak references to parameters: torch refuses to convert a DTensor that has one (`model.to`).
-_owner_by_parameter: dict[int, weakref.ref[Ownership]] = {}
+_owner_by_parameter: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()
 # A model keeps its ownership alive, because the handle may be dropped. An ownership refers to
 # parameters but never to modules, so this keeps no model.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
@@ -44,7 +46,7 @@ class Ownership:
         plan: OwnershipPlan,
         runtime: LayoutRuntime,
         model: nn.Module | None,
-        kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+        kernels: KernelOptions,
     ) -> None:
         self.plan = plan
         self.kernels = kernels
@@ -57,18 +59,20 @@ class Ownership:
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
         self.asked: Any = None  # the `Request` that it was planned by
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
-        self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
         if model is not None:
             _owner_by_model[model] = self
         self._ids: list[int] = []
         self._register()
-        weakref.finalize(self, _forget, self._ids, weakref.ref(self)).atexit = False
 
     def _register(self) -> None:
-        _forget(self._ids, weakref.ref(self))
-        self._ids[:] = [id(p) for p in self.runtime.parameters]
-        _owner_by_parameter.update(dict.fromkeys(self._ids, weakref.ref(self)))
+        self._forget()
+        self._ids = [id(p) for p in self.runtime.parameters]
+        _owner_by_parameter.update(dict.fromkeys(self._ids, self))
+
+    def _forget(self) -> None:
+        for i in self._ids:
+            if _owner_by_parameter.get(i) is self:
+                del _owner_by_parameter[i]
 
     def find_parameters(self) -> None:
         """Take over the parameters that a framework has made since planning (`dedicated` layout);
@@ -82,11 +86,11 @@ class Ownership:
         Raises:
             PlanError: it exceeds ``owner_memory_bytes`` on a rank.
         """
-        plan, found = self.plan, self.runtime.limits(sizes)
-        known = replace(plan.limits, fixed_bytes=found.fixed_bytes, matrix_bytes=found.matrix_bytes)
-        if known == plan.limits:
+        found, known = self.runtime.limits(sizes), self.plan.limits
+        known = replace(known, fixed_bytes=found.fixed_bytes, matrix_bytes=found.matrix_bytes)
+        if known == self.plan.limits:
             return
-        plan = replace(plan, limits=known)
+        plan = replace(self.plan, limits=known)
         cap, fullest = known.memory_bytes, max(plan.state_bytes)
         if cap is not None and fullest > cap:
             raise PlanError(
@@ -115,6 +119,8 @@ class Ownership:
     def report(self) -> LoadBalanceReport:
         """How the work is balanced, and how every parameter is routed; after a few training steps
         also measured beside predicted times. No collective call: any rank may ask alone."""
+        from dmuon.report.data import build_report  # not at import: it loads rich
+
         return build_report(self.plan, self.telemetry.measured_ms())
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
@@ -122,14 +128,14 @@ class Ownership:
         (``plan.batches`` lists all). For a parameter of several matrices one rank per matrix, in
         order. KeyError for a name that is no matrix.
         """
-        name = canonical_name(fqn)
-        if name in self._matrix_index:
-            return self.plan.owners[self._matrix_index[name]]
-        parameter = self._index.get(name, -1)
-        matrices = zip(self.plan.specs.matrices, self.plan.owners, strict=True)
-        owners = tuple(owner for m, owner in matrices if m.parameter == parameter)
+        name, specs = canonical_name(fqn), self.plan.specs
+        owned = [*zip(specs.matrices, self.plan.owners, strict=True)]
+        whole = [owner for m, owner in owned if m.name == name]
+        if whole:
+            return whole[-1]
+        owners = tuple(o for m, o in owned if specs.parameters[m.parameter].name == name)
         if not owners:
-            why = self.plan.specs.parameters[parameter].reason if parameter >= 0 else "unknown"
+            why = next((p.reason for p in specs.parameters if p.name == name), "unknown")
             raise KeyError(f"{fqn!r} is not a matrix ({why})")
         return owners
 
@@ -143,10 +149,11 @@ class Ownership:
 
     def shape_of(self, fqn: str) -> tuple[int, ...]:
         """The logical shape of a parameter, wherever it is stored. KeyError for another name."""
+        shapes = {p.name: p.shape for p in self.plan.specs.parameters}
         name = canonical_name(fqn)
-        if name not in self._index:
+        if name not in shapes:
             raise KeyError(f"{fqn!r} is no planned parameter")
-        return self.plan.specs.parameters[self._index[name]].shape
+        return shapes[name]
 
     @property
     def dedicated_params(self) -> set[nn.Parameter]:
@@ -187,8 +194,7 @@ class Ownership:
         """Go on as another ownership of the same model, whose handle is not used any more."""
         self.telemetry.wait()
         self.runtime.close()
-        for name in ("plan", "runtime", "telemetry", "_index", "_matrix_index"):
-            setattr(self, name, getattr(other, name))
+        self.plan, self.runtime, self.telemetry = other.plan, other.runtime, other.telemetry
         model = self._model()
         if model is not None:
             _owner_by_model[model] = self
@@ -207,27 +213,19 @@ class Ownership:
         model = self._model()
         if model is not None:
             _owner_by_model.pop(model, None)
-        _forget(self._ids, weakref.ref(self))
-
-
-def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:
-    for i in ids:
-        if _owner_by_parameter.get(i) is reference:
-            del _owner_by_parameter[i]
+        self._forget()
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:
     """The open ownership that a parameter belongs to."""
-    reference = _owner_by_parameter.get(id(parameter))
-    ownership = None if reference is None else reference()
+    ownership = _owner_by_parameter.get(id(parameter))
     return None if ownership is None or ownership.closed else ownership
 
 
 def ownerships_of(model: nn.Module) -> list[Ownership]:
     """The ownerships of a model's parameters, each once, in order of first use."""
     # FSDP2 puts other parameters into a unit while it is gathered, so modules are asked as well.
-    found = [_owner_by_model.get(m) for m in model.modules()]
-    found += [ownership_of(p) for p in model.parameters()]
+    found = [*map(_owner_by_model.get, model.modules()), *map(ownership_of, model.parameters())]
     return list(dict.fromkeys(o for o in found if o is not None and not o.closed))
 
 
@@ -256,9 +254,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             runtime.set_sync(sync)
         for root in roots:
             root.set_requires_gradient_sync(True)
-
-
-# ---- clipping ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -293,14 +288,14 @@ def clip_grad_norm_(
             f"max_norm must be >= 0 and norm_type > 0, found max_norm={max_norm}, "
             f"norm_type={norm_type}"
         )
-    ownerships = ownerships_of(model)
-    for ownership in ownerships:
-        ownership.runtime.reduce_gradients()
-    planned = {id(p) for o in ownerships for p in o.parameters}
+    runtimes = [o.runtime for o in ownerships_of(model)]
+    for runtime in runtimes:
+        runtime.reduce_gradients()
+    planned = {id(p) for runtime in runtimes for p in runtime.parameters}
     others = (p.grad for p in model.parameters() if id(p) not in planned)
     extra = [grad for grad in others if grad is not None]
-    parts = [o.runtime.gradients() for o in ownerships]
-    norms = [_norm_over_ranks(o, g, norm_type) for o, g in zip(ownerships, parts, strict=True)]
+    parts = [runtime.gradients() for runtime in runtimes]
+    norms = [_norm_over_ranks(r, g, norm_type) for r, g in zip(runtimes, parts, strict=True)]
     norms += [_norm(extra, norm_type, extra[0].device)] if extra else []
     if not norms:
         return torch.zeros(())
@@ -314,8 +309,8 @@ def clip_grad_norm_(
     for stored in [*(g.stored for g in parts), [local_tensor(grad) for grad in extra]]:
         # With CPU offload the gradients lie elsewhere than the norm.
         scale_all(stored, factor.to(stored[0].device) if stored else factor)
-    for ownership in ownerships:
-        ownership.runtime.gradients_changed()
+    for runtime in runtimes:
+        runtime.gradients_changed()
     return total
 
 
@@ -329,14 +324,13 @@ def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Te
         whole_tensor(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64))
         for g in filter(is_distributed, held)
     ]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
 
 
-def _norm_over_ranks(ownership: Ownership, gradients: Gradients, norm_type: float) -> Tensor:
+def _norm_over_ranks(runtime: LayoutRuntime, gradients: Gradients, norm_type: float) -> Tensor:
     """The norm of one ownership's gradients over all its ranks, the same on each."""
-    runtime, is_max = ownership.runtime, math.isinf(norm_type)
+    is_max = math.isinf(norm_type)
     counted = _norm(gradients.counted, norm_type, runtime.device).to(runtime.device)
     power = counted if is_max else counted.pow(norm_type)
     runtime.transport.all_reduce(power, tag="norm", maximum=is_max).wait()

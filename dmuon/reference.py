@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ class ReferenceMuon(Optimizer):
     ``orthogonalize`` replaces Newton-Schulz: ``[m, n] -> [m, n]``.
 
     ``adamw`` is an optimizer beside this one, None where there is nothing for it. Its groups are
-    not in ``param_groups``: a schedule needs a scheduler for each of the two.
-    """
+    not in ``param_groups``: a schedule needs a scheduler for each of the two."""
 
     def __init__(
         self,
@@ -63,9 +63,8 @@ class ReferenceMuon(Optimizer):
         rule_of(group)
         if isinstance(variant, str) and variant != "normuon":
             raise ValueError(f"ReferenceMuon knows variant='normuon', found {variant!r}")
-        # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
+        # Of each parameter: a view of it (or of its like) a matrix, and what a variant keeps of it.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
-        # By parameter, what a variant keeps of each of its matrices.
         self._kept: dict[Tensor, list[dict[str, Tensor]]] = {}
         others: list[Tensor] = []
         if isinstance(model_or_params, nn.Module):
@@ -79,23 +78,15 @@ class ReferenceMuon(Optimizer):
         super().__init__(list(self._views), group)
         how: dict[str, Any] = {"steps": ns_steps, "coefficients": ns_coefficients, "eps": eps}
         self._orthogonalize = orthogonalize or (lambda x: newton_schulz(x, dtype=ns_dtype, **how))
-        self.adamw = None
-        if others:
-            self.adamw = AdamW(
-                others,
-                lr=lr if adamw_lr is None else adamw_lr,
-                betas=adamw_betas,
-                eps=adamw_eps,
-                weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            )
+        lr = lr if adamw_lr is None else adamw_lr
+        decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+        self.adamw = AdamW(others, lr, adamw_betas, adamw_eps, decay) if others else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         group = self.param_groups[0]
         for p, views in self._views.items():
             if p.grad is None:
@@ -112,14 +103,8 @@ class ReferenceMuon(Optimizer):
         return loss
 
     def _update(
-        self,
-        w: Tensor,
-        g: Tensor,
-        buf: Tensor,
-        group: dict[str, Any],
-        kept: dict[str, Tensor] | None = None,
+        self, w: Tensor, g: Tensor, buf: Tensor, group: dict[str, Any], kept: dict[str, Tensor]
     ) -> None:
-        kept = {} if kept is None else kept  # by a variant
         lr, mu = group["lr"], group["momentum"]
         # Itself, where it is kept in the gradient's dtype.
         momentum = buf.to(torch.promote_types(buf.dtype, g.dtype))
@@ -132,10 +117,9 @@ class ReferenceMuon(Optimizer):
             update = g.add(momentum, alpha=mu) if group["nesterov"] else momentum
         buf.copy_(momentum)
         matrix = self._orthogonalize(update.reshape(w.shape[0], -1))
-        if isinstance(group["variant"], Rule):
-            matrix = _varied(group["variant"], matrix, kept)
-        elif group["variant"] == "normuon":
-            matrix = _normuon(matrix, kept)
+        if group["variant"] is not None and matrix.any():
+            vary = _normuon if group["variant"] == "normuon" else partial(_varied, group["variant"])
+            matrix = vary(matrix, kept)
         update = matrix.reshape(w.shape)
         decay = lr * group["weight_decay"]
         if group["cautious_weight_decay"]:
@@ -164,18 +148,13 @@ def _normuon(matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
     """NorMuon (arXiv 2510.05491) with the norm of the matrix kept, in float64."""
     x = matrix.double()
     before = kept.setdefault("row_moment", x.new_zeros(len(x)))
-    moment = 0.95 * before + 0.05 * x.square().mean(1)
-    if not x.any():
-        return matrix
-    kept["row_moment"] = moment
+    kept["row_moment"] = moment = 0.95 * before + 0.05 * x.square().mean(1)
     scaled = x / (moment.sqrt() + 1e-8).unsqueeze(1)
     return (scaled * (x.norm() / scaled.norm())).to(matrix.dtype)
 
 
 def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
     """What a variant of the user's makes of a matrix."""
-    if not matrix.any():
-        return matrix
     for spec in rule.state:
         if spec.name not in kept:
             shape = (1, *spec.shape(*matrix.shape))

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from dmuon import devices
 from dmuon.devices import host_can_read
-from dmuon.tensors import norms_of, scale_all, scaled
+from dmuon.tensors import into_range, norms_of, scale_all, scale_into, scaled, wide_norms
 from dmuon.types import Algorithm
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
@@ -108,6 +110,16 @@ class Hyper:
     def ratio(self, rows: int, cols: int) -> float:
         """The adjusted over the plain learning rate."""
         return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
+
+    def momentum_settings(self) -> dict[str, Any]:
+        """As `list_kernels` take them; ``weight`` is that of a gradient."""
+        weight = 1 - (self.momentum if self.mode == "ema" else self.dampening)
+        return {
+            "momentum": self.momentum,
+            "weight": weight,
+            "mode": self.mode,
+            "nesterov": self.nesterov,
+        }
 
     def kept(self, stays: Tensor | None) -> float | Tensor:
         """What decay leaves of weights; all of those that stay as they are (masks)."""
@@ -266,7 +278,8 @@ class Rule:
         """What Newton-Schulz gets, into ``out``, in whose dtype it is computed; buffers stay as
         they are. Nesterov: ``(1 - mu) * grad + mu * advanced`` ("ema"), ``grad + mu * advanced``.
         """
-        grads = [grad.to(to.dtype) for to, grad in zip(out, grads, strict=True)]
+        if any(grad.dtype is not to.dtype for to, grad in zip(out, grads, strict=True)):
+            grads = [grad.to(to.dtype) for to, grad in zip(out, grads, strict=True)]
         torch._foreach_copy_(out, buffers)
         self.advance(out, grads, h)
         if not h.nesterov:
@@ -284,28 +297,114 @@ class Rule:
         *,
         out: Tensor,
         working: torch.dtype | None = None,
-        fused: bool = False,
+        stays: Tensor | None = None,
     ) -> Tensor:
         """`advance` and `operands` of a stack at once, `scaled` for Newton-Schulz into ``out`` in
-        its dtype. Returns the norms ``[b]`` of what was scaled; where ``fused``, of momentum.
+        its dtype. Returns the norms ``[b]`` of what was scaled.
 
-        ``working`` is the second of `momentum_dtypes` (None: the buffer's). ``fused``: in two
-        Triton kernels instead of one pass per operation, which compute in float32 (so not where
-        momentum is kept in float64), where all are contiguous.
+        ``working`` is the second of `momentum_dtypes` (None: the buffer's). Where ``stays``, a bool
+        for each matrix or for all, momentum stays and the operand is zero.
         """
-        if fused and all(t.dtype.itemsize <= 4 and t.is_contiguous() for t in (buffer, grad, out)):
-            from dmuon.kernels.triton_elementwise import momentum_norm_cast
-
-            settings = {name: getattr(h, name) for name in ("momentum", "nesterov", "dampening")}
-            momentum_norm_cast(buffer, grad, mode=h.mode, eps=h.eps, out=out, **settings)
-            return norms_of(buffer).view(-1)
-        wide = buffer.to(working or buffer.dtype)
+        working = working or buffer.dtype
+        if not host_can_read(buffer.device) and len(buffer):
+            to, buffers, grads = (list(stack.unbind()) for stack in (out, buffer, grad))
+            norms = self.operand_norms(buffers, grads, h, working)
+            scales = into_range(norms, h.eps)
+            scales = scales if working is torch.float64 else scales.float()
+            self.advance_into(to, buffers, grads, h, working, scales=scales, stays=stays)
+            return norms
+        assert stays is None or not len(buffer), "the host knows, and takes no such step"
+        wide = buffer.to(working)
         operand = momentum_update(wide, grad.to(wide.dtype), h)
         if wide is not buffer:
             buffer.copy_(wide)
         norms = norms_of(operand)
         scaled(operand, out.dtype, h.eps, out=out, norms=norms)
         return norms.view(-1)
+
+    # Where the host cannot read, operands are computed twice, which costs less than to keep them:
+    # for their norms, and once these are known with momentum, to where they leave from.
+
+    def operand_norms(
+        self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
+    ) -> Tensor:
+        """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
+        changed. ``working``: see `operand`."""
+        found: dict[int, Tensor] = {}
+        for kernels, some in _routes(buffers, grads):
+            held, own = _picked(some, buffers, grads)
+            if kernels is not None:
+                norms = kernels.norms(held, own, working, **h.momentum_settings())
+                if len(some) == len(buffers):
+                    return norms
+                found |= zip(some, norms.unbind(), strict=True)
+                continue
+            for now in _pieces(held, working):
+                norms = self._norms_of_some(held[now], own[now], h, working)
+                found |= zip(some[now], norms, strict=True)
+        return torch.stack([found[n] for n in range(len(buffers))])
+
+    def _norms_of_some(
+        self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
+    ) -> list[Tensor]:
+        made = [_empty(b, working) for b in buffers]
+        self.operands(made, buffers, grads, h)
+        return wide_norms(made)
+
+    def advance_into(
+        self,
+        out: list[Tensor] | None,
+        buffers: list[Tensor],
+        grads: list[Tensor],
+        h: Hyper,
+        working: torch.dtype,
+        *,
+        scales: Tensor | None = None,
+        stays: Tensor | None = None,
+    ) -> None:
+        """`advance`, and where there is ``out`` operands times ``scales`` ``[n]`` into it.
+        ``working`` and ``stays``: see `operand`."""
+        lists = [buffers, grads] if out is None else [buffers, grads, out]
+        for kernels, some in _routes(*lists):
+            held, own, *to = _picked(some, *lists)
+            mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
+            to_list = to[0] if to else None
+            if kernels is not None:
+                how = h.momentum_settings()
+                kernels.advance(to_list, held, own, working, scales=factors, stays=mask, **how)
+                continue
+            for now in _pieces(held, working):
+                here = None if to_list is None else to_list[now]
+                each = [v if v is None or not v.ndim else v[now] for v in (mask, factors)]
+                self._advance_some(here, held[now], own[now], h, working, *each)
+
+    def _advance_some(
+        self,
+        out: list[Tensor] | None,
+        buffers: list[Tensor],
+        grads: list[Tensor],
+        h: Hyper,
+        working: torch.dtype,
+        stays: Tensor | None,
+        scales: Tensor | None,
+    ) -> None:
+        """`advance_into` by torch's operations, with two copies of all of it."""
+        grads = [grad.to(working) for grad in grads]
+        made = [_empty(b, working) for b in buffers]
+        torch._foreach_copy_(made, buffers)
+        self.advance(made, grads, h)
+        flags: Sequence[Tensor] = ()
+        if stays is not None:
+            flags = stays.unbind() if stays.ndim else [stays] * len(buffers)
+        if out is not None and scales is not None:
+            for n, (to, operand) in enumerate(zip(out, _ahead(made, grads, h), strict=True)):
+                scale_into(to.unsqueeze(0), operand.unsqueeze(0), scales[n : n + 1])
+                if flags:
+                    to.masked_fill_(flags[n], 0.0)
+        if not flags:
+            torch._foreach_copy_(buffers, made)
+        for stay, buffer, advanced in zip(flags, buffers, made, strict=False):
+            torch.where(stay, buffer, advanced.to(buffer.dtype), out=buffer)
 
     # ---- weights -------------------------------------------------------------------------
 
@@ -316,32 +415,40 @@ class Rule:
         h: Hyper,
         *,
         lr: float,
-        kept: float | Tensor | None = None,
+        stays: Tensor | None = None,
         weights: list[Tensor] | None = None,
-        fused: bool = False,
     ) -> None:
-        """``target = target * kept - lr * update`` for each pair, in place.
+        """``target = target * h.decay - lr * update`` for each pair, in place.
 
-        ``kept`` is that of `Hyper.kept`, for all or one per target (None: ``h.decay``).
+        Where ``stays``, a bool for each pair or for all, targets stay; their updates are zero.
         ``weights`` are those of which ``targets`` are the masters: these follow them first (see
-        `follow_weights`), and are rounded into them afterwards. ``fused``: in one Triton kernel per
-        target where all of them are large and contiguous, which reads and writes weights once
-        instead of twice.
+        `follow_weights`), and are rounded into them afterwards.
 
         Where `cautious`, an element decays only if its update has its sign, so that both shrink it
         (arXiv 2510.12402: where ``update * target >= 0``).
         """
-        kept = h.decay if kept is None else kept
-        if fused and weights is None and not h.cautious and all(map(_suits, targets, updates)):
-            from dmuon.kernels.triton_elementwise import apply_update
+        lists = [targets, updates] if weights is None else [targets, updates, weights]
+        for kernels, some in _routes(*lists):
+            own, change, *of = _picked(some, *lists)
+            mask = _values_at(stays, some, len(targets))
+            if kernels is None:
+                self._apply_some(own, change, h, lr, h.kept(mask), of[0] if of else None)
+                continue
+            kernels.update(
+                own, change, of[0] if of else None,
+                decay=h.decay, lr=lr, stays=mask, cautious=h.cautious,
+            )  # fmt: skip
 
-            # A fill, which does not wait for the device.
-            if not isinstance(kept, Tensor):
-                kept = torch.full((), kept, dtype=torch.float32, device=targets[0].device)
-            each = kept.unbind() if kept.ndim else [kept] * len(targets)
-            for target, update, decay in zip(targets, updates, each, strict=True):
-                apply_update(target, update, decay=decay, lr=lr)
-            return
+    def _apply_some(
+        self,
+        targets: list[Tensor],
+        updates: list[Tensor],
+        h: Hyper,
+        lr: float,
+        kept: float | Tensor,
+        weights: list[Tensor] | None,
+    ) -> None:
+        """`apply` by torch's operations."""
         # On a CPU all passes over so much while it lies in its caches.
         some = max(1, _CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
         for first in range(0, len(targets), some):
@@ -356,6 +463,108 @@ class Rule:
             torch._foreach_add_(targets[now], updates[now], alpha=-lr)
             if weights is not None:
                 torch._foreach_copy_(weights[now], targets[now])
+
+
+# ---- lists on an accelerator ---------------------------------------------------------------
+
+
+@cache
+def list_kernels(device: torch.device) -> Any:
+    """The kernels of `dmuon.kernels.triton_lists`, which pass over a list of tensors once; None
+    where there are none, with one warning where there should be."""
+    if not devices.of(device).has_triton:
+        return None
+    from dmuon.kernels.choice import why_not
+
+    reason = why_not("triton", device, torch.float32)
+    if reason is None:
+        from dmuon.kernels import triton_lists
+
+        return triton_lists
+    warnings.warn(
+        f"dmuon: elementwise work takes about three times as long on {device}, because {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _routes(*lists: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
+    """Positions in these lists, and the `list_kernels` that take them: contiguous tensors of up to
+    32 bits, on one device. None: torch's own operations do."""
+    every = list(range(len(lists[0])))
+    kernels = list_kernels(lists[0][0].device) if every else None
+    if kernels is None:
+        return [(None, every)] if every else []
+    found: tuple[list[int], list[int]] = [], []
+    for n, tensors in enumerate(zip(*lists, strict=True)):
+        suits = all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
+        found[suits].append(n)
+    return [(k, some) for k, some in zip((None, kernels), found, strict=True) if some]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, of the same shape: parts of matrices, which may be
+    transposed."""
+    kernels = list_kernels(targets[0].device) if targets else None
+    if kernels is None:
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    left = [*zip(targets, sources, strict=True)][::-1]
+    while left:
+        to, source = left.pop()
+        rows = to.dtype is source.dtype and to.ndim == 2 and to.dtype.itemsize in (2, 4)
+        kind = "others"
+        if to.is_contiguous() and source.is_contiguous():
+            kind, to, source = "flat", to.view(-1), source.view(-1)
+        elif to.ndim > 2:
+            left += [*zip(to.unbind(), source.unbind(), strict=True)][::-1]
+            continue
+        elif rows and to.stride(1) == source.stride(1) == 1:
+            kind = "rows"
+        elif rows and to.stride(1) == source.stride(0) == 1:
+            kind = "turned"
+        elif rows and to.stride(0) == source.stride(1) == 1:
+            kind, to, source = "turned", to.mT, source.mT
+        found[kind][0].append(to)
+        found[kind][1].append(source)
+    for kind, lists in found.items():
+        if kind in ("flat", "others"):
+            torch._foreach_copy_(*lists)
+        else:
+            kernels.copy(*lists, turned=kind == "turned")
+
+
+def _picked(some: list[int], *lists: list[Tensor]) -> list[list[Tensor]]:
+    """These positions of lists."""
+    if len(some) == len(lists[0]):
+        return list(lists)
+    return [[tensors[n] for n in some] for tensors in lists]
+
+
+def _values_at(values: Tensor | None, some: list[int], count: int) -> Tensor | None:
+    """These positions of ``[count]`` values; one that is for all stays."""
+    if values is None or not values.ndim or len(some) == count:
+        return values
+    return torch.stack([values[n] for n in some])
+
+
+def _pieces(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[slice]:
+    """Ranges of tensors of which `Device.chunk_bytes` are made at a time, in this dtype."""
+    limit, first, size = devices.of(tensors[0].device).chunk_bytes, 0, 0
+    for n, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * dtype.itemsize
+        if n > first and size + nbytes > limit:
+            yield slice(first, n)
+            first, size = n, 0
+        size += nbytes
+    yield slice(first, len(tensors))
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -377,6 +586,15 @@ def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
     assert h.mode == "sgd", h.mode
     buffer.mul_(h.momentum).add_(grad, alpha=1 - h.dampening)
     return grad.add(buffer, alpha=h.momentum) if h.nesterov else buffer
+
+
+def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Tensor]:
+    """The operands of momentum that has advanced, which stays as it is."""
+    if not h.nesterov:
+        return [buffer.clone() for buffer in advanced]
+    if h.mode == "ema":
+        return torch._foreach_lerp(advanced, grads, _lerp_weight(h.momentum, advanced[0]))
+    return torch._foreach_add(grads, advanced, alpha=h.momentum)
 
 
 def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[Hyper]) -> Tensor:
@@ -406,25 +624,24 @@ def _decay_cautiously(targets: list[Tensor], updates: list[Tensor], kept: float 
     torch._foreach_sub_(targets, decays)
 
 
-def is_fused(kernel: str, tensor: Tensor) -> bool:
-    """Whether a plan's kernel, as text, has its elementwise work on this tensor in Triton too."""
-    return "/triton" in kernel and devices.of(tensor.device).has_triton
+def update_norms(updates: Tensor) -> Tensor:
+    """The norm of each matrix of ``[b, m, n]``: ``[b]`` float32."""
+    if updates.is_cpu:
+        # Row by row, because there torch would copy half precision to sum it up in float32: three
+        # digits of each row are enough.
+        updates = torch.linalg.vector_norm(updates, dim=-1)
+    found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
+    return found.float()
 
 
-def _suits(target: Tensor, update: Tensor) -> bool:
-    is_large = target.numel() >= _FUSED_NUMEL and target.dtype.itemsize <= 4
-    return is_large and target.is_contiguous() and update.is_contiguous()
-
-
-def update_rms(updates: Tensor, scale: float | Tensor) -> Tensor:
+def update_rms(updates: Tensor, scale: float) -> Tensor:
     """Root mean square of ``scale * update`` of each matrix of ``[b, m, n]``: ``[b]`` float32.
 
     With "match_rms_adamw" and ``scale`` the adjusted over the plain learning rate this is about
     0.2, the RMS of an AdamW update.
     """
     rows, cols = updates.shape[-2:]
-    norms = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
-    return norms.mul_(scale / math.sqrt(rows * cols)).float()
+    return update_norms(updates).mul_(scale / math.sqrt(rows * cols))
 
 
 # ---- variants ----------------------------------------------------------------------------

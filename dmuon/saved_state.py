@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -50,14 +50,10 @@ class SavedState(NamedTuple):
 
 
 def read_state(
-    given: Any,
-    here: Sequence[Group],
-    parameters: NamedGroups,
-    schedule: Schedule,
-    *,
-    master_weights: bool,
+    given: Any, here: Sequence[Group], parameters: NamedGroups, schedule: Schedule, masters: bool
 ) -> SavedState:
-    """The state ``given`` for an optimizer with the param groups ``here``."""
+    """The state ``given`` for an optimizer with the param groups ``here``; ``masters``: it keeps
+    master weights."""
     is_list = isinstance(given, list | tuple)
     for state in given if is_list else [given]:
         _check_form(state)
@@ -74,15 +70,14 @@ def read_state(
     group_of = {p: group for group in here for p in group["params"]}
     for name, p in named:
         if p in entries and p.requires_grad and name in parameters.routes:
-            how = parameters.routes[name], group_of[p], master_weights
-            values += _values_of(entries[p], p, *how)
+            values += _values_of(entries[p], p, parameters.routes[name], group_of[p], masters)
     if bad := not_finite(values):
         raise OwnershipError(
             f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
             "dtype that keeps them here. With them no step could ever be taken again: load an "
             "older checkpoint"
         )
-    progress = _read_groups(groups, here, parameters.algorithms, schedule)
+    progress = _read_groups(groups, here, parameters, schedule)
     taken = 0 if progress is None else int(progress["step"])
     if taken and not is_list and not any(MOMENTUM in e for e in entries.values()):
         raise OwnershipError(
@@ -95,26 +90,21 @@ def read_state(
 
 
 def _check_form(given: Any) -> None:
-    def are(kind: Any, values: Iterable[Any]) -> bool:
-        return all(isinstance(value, kind) for value in values)
+    def are_dicts(values: Iterable[Any]) -> bool:
+        return all(isinstance(value, Mapping) for value in values)
 
     flaw = None
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         flaw = f"it must be a dict with 'state' and 'param_groups', found {found}"
-    elif not isinstance(given["state"], Mapping) or not are(Mapping, given["state"].values()):
+    elif not isinstance(given["state"], Mapping) or not are_dicts(given["state"].values()):
         flaw = "'state' must be a dict with a dict for each parameter"
-    elif (
-        not isinstance(given["param_groups"], list | tuple)
-        or not are(Mapping, given["param_groups"])
-        or not are(list | tuple, (group.get("params") for group in given["param_groups"]))
+    elif not isinstance(groups := given["param_groups"], list | tuple) or not all(
+        are_dicts([group]) and isinstance(group.get("params"), list | tuple) for group in groups
     ):
         flaw = "'param_groups' must be a list of dicts, each with a list as 'params'"
     if flaw is not None:
         raise OwnershipError(f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}")
-
-
-# ---- which entry belongs to which parameter ----------------------------------------------
 
 
 def _by_parameter(
@@ -200,11 +190,8 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
     return [".".join(path[common:]) for path in parts]
 
 
-# ---- entries and groups ------------------------------------------------------------------
-
-
 def _values_of(
-    entry: Mapping[str, Any], p: Tensor, route: Route, group: Group, master_weights: bool
+    entry: Mapping[str, Any], p: Tensor, route: Route, group: Group, masters: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one entry as they are kept here, which must be finite. A parameter without an
     entry had no gradient so far."""
@@ -217,8 +204,8 @@ def _values_of(
             f"{spec.algorithm.value} here and needs {', '.join(map(repr, needed))}: it was saved "
             "by another optimizer, or with other routes"
         )
-    wide = torch.promote_types(p.dtype, torch.float32) if master_weights else p.dtype
-    momentum, _ = momentum_dtypes(group.get("momentum_dtype"), p.dtype, master_weights)
+    wide = torch.promote_types(p.dtype, torch.float32) if masters else p.dtype
+    momentum, _ = momentum_dtypes(group.get("momentum_dtype"), p.dtype, masters)
     # By key the shape, and the dtype that keeps it here where that must be a floating one.
     known: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
         key: (spec.shape, momentum if key == MOMENTUM else wide)
@@ -259,10 +246,7 @@ def _values_of(
 
 
 def _read_groups(
-    groups: list[Group],
-    here: Sequence[Group],
-    algorithms: Sequence[Collection[Algorithm]],
-    schedule: Schedule,
+    groups: list[Group], here: Sequence[Group], parameters: NamedGroups, schedule: Schedule
 ) -> dict[str, Any] | None:
     """Where the schedule was. Gives ``groups`` the hyperparameters that they lack, as those of
     torch's optimizers do."""
@@ -276,7 +260,7 @@ def _read_groups(
                 progress = {k: group[name] for k, name in PROGRESS.items() if name in group}
                 schedule.read(progress)
             groups[number] = as_here(group, now)
-            check_group(groups[number], number, algorithms[number])
+            check_group(groups[number], number, parameters.algorithms[number])
         except (TypeError, ValueError) as error:
             raise OwnershipError(
                 f"the optimizer state does not fit: in its param_groups[{number}] {error}"

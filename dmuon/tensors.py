@@ -1,16 +1,17 @@
 """Many tensors at once: scaling, norms, whether all is finite; and how matrices are normalized.
 
 Normalizing is in two halves, because shards of a matrix travel in the dtype of Newton-Schulz. Who
-holds a part multiplies it by a power of two (`into_range`) and casts it, who has the whole divides
-by its norm (`normalize_`). So the result depends neither on how a matrix was cut nor on how norms
-were summed.
+holds a part multiplies it by a power of two (`into_range`), unless that changes no bit (`are_raw`),
+and casts it; who has the whole divides by its norm (`normalize_`). So the result depends neither on
+how a matrix was cut nor on how norms were summed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from dmuon.devices import host_can_read
 
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
+_FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
 _PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
 
 
@@ -170,13 +172,41 @@ def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
     return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
 
 
-def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
-    """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place; or by these
-    ``norms`` of matrices of which `x` is a part."""
-    norms = (norms_of(x) if norms is None else norms).clamp(min=1)
-    if x.is_cpu and x.dtype.itemsize < 4:  # in place it would take two copies in float32
+def are_raw(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
+    """Whether matrices of these dtypes need no scaling before they travel to where `normalize_` is:
+    they have one range, and the host can look there whether squares fit."""
+    return host_can_read(device) and set(dtypes) <= {torch.float32, torch.bfloat16}
+
+
+def normalize_(x: Tensor, norms: Tensor | None = None, eps: float = 1.0) -> Tensor:
+    """Divide every matrix of `[..., m, n]` by its norm or by ``eps``, whichever is larger, in
+    place; or by these ``norms`` of matrices of which `x` is a part.
+
+    An ``eps`` of 1 is for matrices that have been scaled (`into_range`).
+    """
+    if norms is None:
+        norms = norms_of(x)
+        # Zeros are common, and true ones where what vanishes would be damped anyway.
+        if eps != 1.0 and not (are_safe(norms, eps) or (eps > 1e-15 and not norms.any())):
+            scaled(x, x.dtype, eps, out=x)
+            norms, eps = norms_of(x), 1.0
+    norms = norms.clamp(min=eps)
+    return divide_(x, norms)
+
+
+def divide_(x: Tensor, norms: Tensor) -> Tensor:
+    """Divide every matrix of `[..., m, n]` by its norm, in place: in float32 or wider, and rounded
+    once."""
+    if not x.is_cpu or x.dtype.itemsize >= 4:
+        return torch.div(x, norms, out=x)
+    # There torch would make two copies in float32. By a 0-d tensor it divides as it reads.
+    if x.shape[-2] * x.shape[-1] < _FEW_ELEMENTS or not x.is_contiguous():
         return x.copy_(x.float().div_(norms))
-    return torch.div(x, norms, out=x)
+    if x.numel() == x.shape[-2] * x.shape[-1]:
+        return x.div_(norms.view(()))
+    matrices = x.view(-1, *x.shape[-2:]).unbind()
+    torch._foreach_div_(list(matrices), list(norms.reshape(-1).unbind()))
+    return x
 
 
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
@@ -184,7 +214,7 @@ def may_look(x: Tensor, dtype: torch.dtype) -> bool:
     a compiled graph, and where `x` and `dtype` have one range."""
     if torch.compiler.is_compiling() or not host_can_read(x.device):
         return False
-    return x.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
+    return {x.dtype, dtype} <= {torch.float32, torch.bfloat16}
 
 
 def are_safe(norms: Tensor, eps: float) -> bool:
@@ -197,5 +227,11 @@ def norms_of(y: Tensor) -> Tensor:
     """The norms `[..., 1, 1]` of the matrices of `[..., m, n]`. Row by row, because one float32 sum
     over a large matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)
+    norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True, dtype=wide)
+    if y.is_cpu and y.dtype is not wide and y.numel() > _MANY_ELEMENTS and y.is_contiguous():
+        # There torch converts all of it first, into memory that is new each time.
+        parts = y.view(-1, y.shape[-1]).split(max(1, _MANY_ELEMENTS // y.shape[-1]))
+        rows = torch.cat([norm(part) for part in parts]).view(*y.shape[:-1], 1)
+    else:
+        rows = norm(y)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)

@@ -6,15 +6,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:  # the command line shows its help without torch
+    from torch import Tensor
 
 S = TypeVar("S", bound="State")
 
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
-Select = Callable[[str, Tensor], bool]
+Select = Callable[[str, "Tensor"], bool]
 # By name pattern: what docs/routing.md says of splits and heads.
 Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
 Heads = Mapping[str, int | Mapping[str, Any]]
@@ -145,6 +146,7 @@ _CHOICE = re.compile(
     r"(?:standard|gram\[([1-9][0-9]*(?:,[1-9][0-9]*)*)\])/([a-z_]+)(?:-([0-9a-z-]+))?/"
     r"(float16|bfloat16|float32|float64)"
 )
+_ROWS = re.compile("[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +154,8 @@ class KernelChoice:
     """How a batch is orthogonalized, so that ranks and restarts that share it agree to the bit.
 
     ``method``: "standard" or "gram", the latter with ``restarts`` (after which steps X is formed
-    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.ops`. ``dtype``: the
-    Newton-Schulz dtype that this was chosen for.
+    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.ops`; the tile of strips is
+    their least number of rows. ``dtype``: the Newton-Schulz dtype that this was chosen for.
     """
 
     method: str
@@ -181,10 +183,14 @@ class KernelChoice:
         match = _CHOICE.fullmatch(text)
         inner, backend, tile, dtype = match.groups() if match else ("", "", "", "")
         restarts = tuple(int(step) for step in (inner or "").split(",") if step)
-        if match is None or list(restarts) != sorted({*restarts}) or (tile and backend != "triton"):
+        has_tile = backend == "triton" or (
+            backend == "torch_strips" and _ROWS.fullmatch(tile or "")
+        )
+        if match is None or list(restarts) != sorted({*restarts}) or (tile and not has_tile):
             raise ValueError(
                 f"{text!r} is no kernel choice: expected form/backend/dtype, such as "
                 "'standard/torch/float32', 'gram[1,3]/torch/bfloat16' (a Gram form has restarts, "
-                "in order) or 'gram[2]/triton-128x64-w8-s3/float16' (only triton has tiles)"
+                "in order), 'gram[2]/triton-128x64-w8-s3/float16' (a tile) or "
+                "'standard/torch_strips-128/float32' (least rows of a strip)"
             )
         return cls("gram" if restarts else "standard", restarts, backend, dtype, tile or "")

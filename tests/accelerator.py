@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuon import devices
 
-__all__ = ["Pretended", "host_cannot_read", "nothing_read"]
+__all__ = ["Pretended", "host_cannot_read", "nothing_read", "reading_allowed"]
 
 
 class Pretended(devices.Cpu):
@@ -54,12 +54,19 @@ _own_copy = [False]
 _READ_COPY = devices.HostCopy.read
 
 
-def _read_own_copy(copy: devices.HostCopy) -> list[Any]:
-    _own_copy[0] = True
+@contextmanager
+def reading_allowed() -> Iterator[None]:
+    """Inside of `nothing_read`."""
+    before, _own_copy[0] = _own_copy[0], True
     try:
-        return _READ_COPY(copy)
+        yield
     finally:
-        _own_copy[0] = False
+        _own_copy[0] = before
+
+
+def _read_own_copy(copy: devices.HostCopy) -> list[Any]:
+    with reading_allowed():
+        return _READ_COPY(copy)
 
 
 class _Operators(TorchDispatchMode):

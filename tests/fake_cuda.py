@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmuon
+import dmuon.step.on_params
 from dmuon import devices
 from dmuon.api import Given, Request, assemble
 from dmuon.scheduler.shards import RankShards
@@ -35,6 +36,7 @@ from dmuon.scheduler.topology import Topology
 from tests.unit.models import tree
 
 Shapes = dict[str, tuple[int, ...]]
+Sent = list[tuple[str, tuple[Any, ...]]]  # (tag, arguments) of collectives
 
 
 def llama(layers: int) -> Shapes:
@@ -63,21 +65,24 @@ class _Work:
 
 
 class _Transport:
-    """The first rank's, of a group in which all say the same."""
+    """The first rank's, of a group in which all say the same; tensors are noted in ``sent``."""
 
     rank, failed = 0, False
 
-    def __init__(self, world: int, shapes: Shapes, mesh: DeviceMesh) -> None:
-        self.world, self._shapes, self._mesh = world, shapes, mesh
+    def __init__(
+        self, world: int, mesh: DeviceMesh, reports: Sequence[RankShards], sent: Sent
+    ) -> None:
+        self.world, self._mesh, self._reports, self.sent = world, mesh, reports, sent
 
-    def _go(self, *args: Any, **kwargs: Any) -> _Work:
+    def _go(self, *args: Any, tag: str, **kwargs: Any) -> _Work:
+        self.sent.append((tag, args))
         return _Work()
 
-    reduce = all_reduce = broadcast = all_to_all = _go
+    reduce = all_reduce = broadcast = all_to_all = all_gather = reduce_scatter = _go
 
     def gather_objects(self, value: Any) -> list[Any]:
         if isinstance(value, RankShards):
-            return [held(self._shapes, r, self.world) for r in range(self.world)]
+            return list(self._reports)
         return [value] * self.world
 
     def broadcast_object(self, value: Any, src: int) -> Any:
@@ -114,22 +119,61 @@ class _HostCopy:
 
 
 class _Replay:
-    """A captured call, which launches one graph."""
+    """A captured call, which launches one graph; what it touches is counted by itself."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        call()
+        with Count() as self._count:
+            call()
 
-    def __call__(self) -> None: ...
+    def __call__(self) -> None:
+        for count in _COUNTS:
+            count.calls["graph"] += 1
+            count.in_graphs += self._count.touched.total()
 
 
-def held(shapes: Shapes, rank: int, world: int) -> RankShards:
-    """What a rank has of parameters whose rows are shared out, as by FSDP2."""
-    found = []
+class ListKernels:
+    """Stands for `dmuon.kernels.triton_lists`, which launches one kernel for all tensors of the
+    same dtypes, reads each tensor once and writes it once: counted as a call for each such set."""
+
+    @staticmethod
+    def _note(
+        name: str, read: Sequence[Sequence[Tensor]], written: Sequence[Sequence[Tensor]]
+    ) -> None:
+        lists = [*read, *written]
+        kinds = {tuple(t.dtype for t in tensors) for tensors in zip(*lists, strict=True)}
+        for count in _COUNTS:
+            count.calls[f"list of {name}"] += len(kinds)
+            count.touched[f"list of {name}"] += sum(map(_nbytes, lists))
+
+    @classmethod
+    def norms(cls, buffers: list[Tensor], grads: list[Tensor], *args: Any, **how: Any) -> Tensor:
+        cls._note("norms", [buffers, grads], [])
+        parts = torch.zeros(len(buffers), 1, dtype=torch.float64, device=buffers[0].device)
+        return parts.sum(1).sqrt_()
+
+    @classmethod
+    def advance(cls, out: Any, buffers: list[Tensor], grads: Any, *args: Any, **how: Any) -> None:
+        cls._note("advance", [buffers, grads], [buffers] if out is None else [buffers, out])
+
+    @classmethod
+    def update(cls, targets: list[Tensor], updates: Any, weights: Any, **how: Any) -> None:
+        masters = [] if weights is None or weights[0].dtype is targets[0].dtype else [weights]
+        cls._note("update", [targets, updates, *masters], [targets, *masters])
+
+    @classmethod
+    def copy(cls, targets: list[Tensor], sources: list[Tensor], *, turned: bool) -> None:
+        cls._note("copy", [sources], [targets])
+
+
+def held(shapes: Shapes, rank: int, world: int, replicas: int = 1) -> RankShards:
+    """What a rank has of parameters whose rows are shared out, as by FSDP2 or HSDP."""
+    found, ranks, count = [], tuple(range(world)), world // replicas
+    replica = (rank // count,) if replicas > 1 else ()
     for rows, *others in shapes.values():
-        per = -(-rows // world)
-        low, high = min(rows, rank * per), min(rows, (rank + 1) * per)
+        per, shard = -(-rows // count), rank % count
+        low, high = min(rows, shard * per), min(rows, (shard + 1) * per)
         box = Box((low, *[0] * len(others)), (high - low, *others))
-        found.append(LocalShard(tuple(range(world)), (), box))
+        found.append(LocalShard(ranks, replica, box))
     return RankShards.of(rank, found)
 
 
@@ -187,6 +231,8 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 # ---- what is counted -------------------------------------------------------------------------
 
 _VIEWS = ("_unsafe_view", "_reshape_alias", "detach", "size", "stride")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm")
+_OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
 _READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
 
 
@@ -205,12 +251,15 @@ def is_fast(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor]) -> bool
 @dataclass
 class Count(TorchDispatchMode):
     """``calls`` by name, those of ``slow`` foreach routes by tensors, and ``reads`` by the host;
-    ``copied`` are bytes of copies to float64; ``most`` and `alive` are bytes of storages that were
-    made meanwhile."""
+    ``copied`` are bytes of copies to float64; ``touched`` bytes that calls outside of products read
+    and write, by name, and ``in_graphs`` those of captured calls; ``most`` and `alive` are bytes of
+    storages that were made meanwhile."""
 
     calls: Counter[str] = field(default_factory=Counter)
     slow: Counter[str] = field(default_factory=Counter)
     reads: list[str] = field(default_factory=list)
+    touched: Counter[str] = field(default_factory=Counter)
+    in_graphs: int = 0
     copied: int = 0
     most: int = 0
 
@@ -259,8 +308,10 @@ class Count(TorchDispatchMode):
         self._made |= {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in new}
         if new:
             self.most = max(self.most, self.alive)
-        if not name.startswith(("empty", "new_empty")):
+        if not name.startswith(("empty", "new_empty", "promote_types")):
             self.note(name, args, kwargs)
+            if name not in _PRODUCTS:
+                self.touched[name] += _touched(func, name, args, kwargs, result)
         return result
 
     def __enter__(self) -> Count:
@@ -271,6 +322,28 @@ class Count(TorchDispatchMode):
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         _COUNTS.remove(self)
+
+
+def _touched(func: Any, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> int:
+    """Bytes that a call reads and writes: what it changes in place is both."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    total, changed = 0, 0
+    for argument in func._schema.arguments:
+        size = _nbytes(given.get(argument.name))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed += size
+            overwrites = argument.kwarg_only or name in _OVERWRITES
+            total += size if overwrites else 2 * size
+        else:
+            total += size
+    return total if changed else total + _nbytes(result)
+
+
+def _nbytes(value: Any) -> int:
+    """Of fake tensors in a value; what is expanded is read once."""
+    found = [t for t in tree_leaves(value) if _is_fake(t)]
+    sizes = (math.prod(n for n, s in zip(t.shape, t.stride(), strict=True) if s) for t in found)
+    return sum(n * t.itemsize for n, t in zip(sizes, found, strict=True) if t.numel())
 
 
 def _is_fake(value: Any) -> bool:
@@ -286,6 +359,7 @@ class Rank:
 
     opt: dmuon.Muon
     bound: Count
+    sent: Sent
     grads: list[tuple[nn.Parameter, torch.Size]]
 
     @property
@@ -295,29 +369,42 @@ class Rank:
     def step(self) -> Count:
         """Take a step with all gradients present."""
         for p, local in self.grads:
-            p.grad = shard_of(local, p.shape, p.device_mesh)
+            p.grad = shard_of(local, p.shape, p.device_mesh, p.dtype)
         with Count() as count:
             self.opt.step()
         self.opt.zero_grad()
         return count
 
 
-def shard_of(local: Sequence[int], shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+def shard_of(
+    local: Sequence[int], shape: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype
+) -> DTensor:
     """A rank's rows of a tensor of this shape."""
     stride = torch.empty(shape, device="meta").stride()
-    rows = torch.empty(local, device="cuda:0")
+    rows = torch.empty(local, dtype=dtype, device="cuda:0")
+    places = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     return DTensor.from_local(
-        rows, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+        rows, mesh, places, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
 @contextmanager
-def rank_of(shapes: Shapes, world: int, **muon: Any) -> Iterator[Rank]:
-    """The first of ``world`` ranks among which FSDP2 has shared out the rows of a model."""
+def rank_of(
+    shapes: Shapes,
+    world: int,
+    *,
+    replicas: int = 1,
+    dtype: torch.dtype = torch.float32,
+    fused: bool = True,
+    **muon: Any,
+) -> Iterator[Rank]:
+    """The first of ``world`` ranks among which FSDP2, or HSDP, has shared out the rows of a model.
+    Not ``fused``: as without Triton."""
     with ExitStack() as stack:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         stack.callback(dist.destroy_process_group)
-        mine = dict(zip(shapes, held(shapes, 0, world).shards, strict=True))
+        reports = [held(shapes, rank, world, replicas) for rank in range(world)]
+        mine = dict(zip(shapes, reports[0].shards, strict=True))
         for target, attribute, value in (
             (torch.cuda, "is_available", lambda: False),  # else fake tensors ask the driver
             (torch.cuda, "device_count", lambda: 8),
@@ -331,21 +418,30 @@ def rank_of(shapes: Shapes, world: int, **muon: Any) -> Iterator[Rank]:
             (dmuon.step.verdict, "HostCopy", _HostCopy),
             (devices.CudaGraphs, "__call__", lambda graphs, call: _Replay(call)),
             (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),
-            (dmuon.api, "local_shard", lambda name, p, r: mine[name]),
+            *(
+                (module, "list_kernels", lambda device: ListKernels if fused else None)
+                for module in (dmuon.rule, dmuon.step.on_params)
+            ),
+            (dmuon.dtensors, "local_shard", lambda name, p, r: mine[name]),
             (dmuon.api, "reshard", lambda model: None),
             (dmuon.optim, "check_planned_together", lambda *args: None),
+            (dmuon.optim, "_flaw_of_rounding", lambda *args: None),  # it reads weights
         ):
             stack.enter_context(mock.patch.object(target, attribute, value))
-        mesh = DeviceMesh("cuda", torch.arange(world), mesh_dim_names=("dp",))
+        size, axes = (world,), ("dp",)
+        if replicas > 1:
+            size, axes = (replicas, world // replicas), ("replicate", "shard")
+        mesh = DeviceMesh("cuda", torch.arange(world).view(size), mesh_dim_names=axes)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model, grads = tree(dict.fromkeys(shapes, ())), []
         for name, shape in shapes.items():
             path, _, leaf = name.rpartition(".")
             local = torch.Size(mine[name].box.shape)
-            p = nn.Parameter(shard_of(local, shape, mesh))
+            p = nn.Parameter(shard_of(local, shape, mesh, dtype))
             setattr(model.get_submodule(path), leaf, p)
             grads.append((p, local))
-        transport = _Transport(world, shapes, mesh)
+        sent: Sent = []
+        transport = _Transport(world, mesh, reports, sent)
         request = Request(
             "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
             solver="greedy", planner=dmuon.PlannerOptions(co_owners="off"), mesh=mesh,
@@ -354,9 +450,9 @@ def rank_of(shapes: Shapes, world: int, **muon: Any) -> Iterator[Rank]:
             Given(model),
             request,
             transport,
-            lambda: Topology.on_nodes((world,), ("dp",), [r // 8 for r in range(world)], "cuda"),
-            lambda partition: transport,
+            lambda: Topology.on_nodes(size, axes, [r // 8 for r in range(world)], "cuda"),
+            lambda partition: _Transport(len(partition[0]), mesh, (), sent),
         )
         with Count() as bound:
             opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float16, **muon)
-        yield Rank(opt, bound, grads)
+        yield Rank(opt, bound, sent, grads)

@@ -49,7 +49,7 @@ import dmuon.api
 from tests.distributed.layouts import Layout, on
 from tests.distributed.test_checkpoints import CASES as SMALL
 from tests.distributed.test_checkpoints import Training
-from tests.fixed_costs import analytic_costs
+from tests.fixed_costs import analytic_costs, fixed_products
 from tests.internals import C10dTransport, IssuedWork, Orthogonalizer
 
 STEPS, EVERY, AT = 5, 2, 3  # of a run; between checkpoints; the step in which a rank dies
@@ -262,6 +262,7 @@ def train(folder: Path, fault: Fault, *, dies: bool, **rendezvous: Any) -> None:
     """What every rank runs."""
     torch.set_num_threads(1)
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
+    fixed_products().start()
     dist.init_process_group("gloo", timeout=timedelta(seconds=fault.timeout_s), **rendezvous)
     point = POINTS[fault.point]
 

@@ -14,12 +14,18 @@ from tests.internals import Transport, Work
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective as issued: what, for which purpose, how many bytes, and the peer if any."""
+    """One collective as issued: what, for which purpose, how many bytes, and the peer if any, or
+    the ranks that own a part of what is exchanged."""
 
     op: str
     tag: str
     nbytes: int
-    peer: int | None = None
+    peer: int | tuple[int, ...] | None = None
+
+
+def exchanged(op: str, parts: Sequence[Tensor], tag: str) -> Event:
+    owners = tuple(rank for rank, part in enumerate(parts) if part.numel())
+    return Event(op, tag, sum(part.nbytes for part in parts), owners)
 
 
 @dataclass
@@ -47,6 +53,14 @@ class RecordingTransport:
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         self.events.append(Event("broadcast", tag, tensor.nbytes, src))
         return self.wrapped(self.inner.broadcast(tensor, src, tag=tag), tag)
+
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        self.events.append(exchanged("all_gather", parts, tag))
+        return self.wrapped(self.inner.all_gather(parts, tag=tag), tag)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        self.events.append(exchanged("reduce_scatter", parts, tag))
+        return self.wrapped(self.inner.reduce_scatter(parts, tag=tag), tag)
 
     def all_to_all(
         self, output: Tensor, source: Tensor, to: Sequence[int], sent: Sequence[int], *, tag: str

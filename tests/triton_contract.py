@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.tensors import normalize, normalize_
+from dmuon.rule import Rule
+from dmuon.tensors import into_range, normalize, normalize_
 from tests.internals import Hyper, momentum_update
 from tests.products import POLAR, by_hand
 
@@ -32,24 +33,35 @@ class Kernels:
 
     device: str
     syrk: ModuleType
-    elementwise: ModuleType
+    lists: ModuleType
     small: ModuleType
 
     def momentum(
         self, buffer: Tensor, grad: Tensor, out: Tensor, eps: float = 1e-7, **how: Any
     ) -> Tensor:
-        """As optimizers have it by default."""
-        settings: dict[str, Any] = EMA | how
-        self.elementwise.momentum_norm_cast(buffer, grad, eps=eps, out=out, **settings)
+        """As optimizers have it by default: norms first, then momentum and scaled operands."""
+        settings = Hyper(0.0, 1.0, None, **EMA | how).momentum_settings()
+        to, *lists = ([*stack.unbind()] for stack in (out, buffer, grad))
+        if not to:
+            return out
+        norms = self.lists.norms(*lists, buffer.dtype, **settings)
+        scales = into_range(norms, eps).float()
+        self.lists.advance(to, *lists, buffer.dtype, scales=scales, **settings)
         return out
 
     def update(self, weight: Tensor, update: Tensor, decay: float, lr: float) -> None:
-        factor = torch.tensor(decay, device=self.device)
-        self.elementwise.apply_update(weight, update, decay=factor, lr=lr)
+        how = {"stays": None, "cautious": False}
+        self.lists.update([weight], [update], None, decay=decay, lr=lr, **how)
 
     @property
     def is_interpreted(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def low(self) -> torch.dtype:
+        """Of weights with masters: the interpreter cuts what bfloat16 cannot hold, and rounds to
+        float16."""
+        return F16 if self.is_interpreted else BF16
 
     def random(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """The same numbers on every device."""
@@ -219,7 +231,8 @@ def test_momentum_of_any_shape_and_dtype(kernels, dtypes):
 
 
 def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch):
-    monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 3)
+    monkeypatch.setattr(kernels.lists, "_MAX_PARTS", 3)
+    monkeypatch.setattr(kernels.lists, "_TILES", 2)
     shape = (2, 130, 200)
     buffer, grad = kernels.random(*shape), kernels.random(*shape)
     again = buffer.clone()
@@ -246,7 +259,8 @@ def test_squares_neither_overflow_nor_vanish(kernels, scale):
     ("bad", "at"), [(math.nan, (0, 0)), (math.inf, (69, 129)), (-math.inf, (0, 0))]
 )
 def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, at, monkeypatch):
-    monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 2)
+    monkeypatch.setattr(kernels.lists, "_MAX_PARTS", 2)
+    monkeypatch.setattr(kernels.lists, "_TILES", 1)
     grad = kernels.random(3, 70, 130)
     grad[1][at] = bad
     grad[2] = 0.0
@@ -266,6 +280,107 @@ def test_update(kernels, dtypes):
         assert torch.equal(update, kept)
         bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
         assert_within(weight, wanted, bound)
+
+
+# ---- lists ---------------------------------------------------------------------------------
+
+# Of several sizes: one that is empty, one of several tiles, and two that no vector of 16 bytes is.
+SHAPES = ((64, 96), (0, 4), (5,), (3, 7, 5), (40, 200))
+
+
+def several(kernels: Kernels, *dtypes: torch.dtype) -> list[Tensor]:
+    """Tensors of `SHAPES` and dtypes in turn; some begin where no vector does."""
+    found = []
+    for n, shape in enumerate(SHAPES):
+        memory = kernels.random(math.prod(shape) + 1, dtype=dtypes[n % len(dtypes)])
+        found.append(memory[n % 2 : n % 2 + math.prod(shape)].view(shape))
+    return found
+
+
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.clone() for t in tensors]
+
+
+@pytest.mark.parametrize("working", [F32, BF16])
+@pytest.mark.parametrize("mode", ["ema", "sgd"])
+def test_lists_of_any_shapes_and_dtypes_are_as_torch_has_them(kernels, mode, working):
+    """Within what another order of operations, and the interpreter's rounding, may change."""
+    h = Hyper(0.0, 1.0, None, momentum=0.9, nesterov=True, mode=mode, dampening=0.25)
+    buffers, grads = several(kernels, working, BF16), several(kernels, BF16, F32, F16)
+    out = [kernels.empty(*shape, dtype=F16) for shape in SHAPES]
+    scales = torch.tensor([1.0, 1.0, 0.5, 2.0, 0.25], device=kernels.device)
+    wanted, wide = [kernels.empty(*shape, dtype=F16) for shape in SHAPES], copied(buffers)
+    rule, how = Rule(), h.momentum_settings()
+    norms = rule._norms_of_some(wide, grads, h, working)
+    rule._advance_some(wanted, wide, grads, h, working, None, scales)
+    found = kernels.lists.norms(buffers, grads, working, **how)
+    kernels.lists.advance(out, buffers, grads, working, scales=scales, **how)
+    eps = 1e-6 if working is F32 else 2e-2
+    torch.testing.assert_close(found, torch.stack(norms), rtol=eps, atol=0)
+    for one, two, narrow in zip((*buffers, *out), (*wide, *wanted), [*buffers, *wanted]):
+        ulp = 2 * torch.finfo(narrow.dtype).eps
+        torch.testing.assert_close(one, two, rtol=ulp + eps, atol=ulp + 2 * eps)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_stays_is_neither_read_nor_written(kernels, each):
+    flags = [False, False, True, False, True] if each else [True] * 5
+    stays = torch.tensor(flags if each else True, device=kernels.device)
+    buffers, grads = several(kernels, F32), several(kernels, F32)
+    out = [kernels.empty(*shape, dtype=F16) for shape in SHAPES]
+    for n, flag in enumerate(flags):
+        if flag:
+            grads[n].fill_(math.nan)
+    before = copied(buffers)
+    how = Hyper(0.0, 1.0, None, momentum=0.9).momentum_settings()
+    ones = torch.ones(5, device=kernels.device)
+    kernels.lists.advance(out, buffers, grads, F32, scales=ones, stays=stays, **how)
+    after = copied(buffers)
+    kernels.lists.advance(None, buffers, grads, F32, stays=stays, **how)
+    weights, updates = copied(before), grads
+    options = {"decay": 0.5, "lr": 1.0, "stays": stays, "cautious": False}
+    kernels.lists.update(weights, updates, None, **options)
+    for n, flag in enumerate(flags):
+        same = [torch.equal(found[n], before[n]) for found in (after, buffers, weights)]
+        assert same == [flag or not before[n].numel()] * 3
+        assert bool(out[n].any()) != flag or not before[n].numel()
+        assert out[n].isfinite().all() and weights[n].isfinite().all()
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+def test_weights_and_masters(kernels, masters, cautious):
+    low = kernels.low
+    targets, updates, weights = several(kernels, F32), several(kernels, F16, F32), None
+    if masters:
+        weights = [t if n % 2 else t.to(low) for n, t in enumerate(targets)]
+    if weights is not None:
+        weights[0][0, :9].fill_(3.0)  # somebody wrote to it
+    h = Hyper(0.0, 0.75, None, cautious=cautious)
+    wanted, followed = copied(targets), None
+    if weights is not None:
+        followed = [w.clone() if w.dtype is low else t for w, t in zip(weights, wanted)]
+    Rule()._apply_some(wanted, updates, h, 0.25, h.kept(None), followed)
+    kernels.lists.update(
+        targets, updates, weights, decay=0.75, lr=0.25, stays=None, cautious=cautious
+    )
+    for one, two in zip(targets, wanted):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    for one, two in zip(weights or (), followed or ()):
+        torch.testing.assert_close(one, two, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_matrices_are_copied(kernels, turned):
+    memory = torch.zeros(3, 80, 150, device=kernels.device)
+    targets = [memory[0, 3:70, 5:140], memory[1, :, :64], memory[2, 5:6, 7:8]]
+    sources = [kernels.random(*(t.mT if turned else t).shape) for t in targets]
+    sources = [source.mT if turned else source for source in sources]
+    kernels.lists.copy(targets, sources, turned=turned)
+    for to, source in zip(targets, sources):
+        assert torch.equal(to, source)
+        to.zero_()
+    assert not memory.any(), "nothing is written beside"
 
 
 # ---- the whole iteration of small matrices -------------------------------------------------

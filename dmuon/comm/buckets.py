@@ -1,10 +1,10 @@
 """Which tensors travel together, in which order, and the memory that they travel in.
 
 The gradients of a *bucket* of parameters leave as soon as all of them are there: in one *segment*
-for each place that owns some of them, and one for what every rank updates::
+for each place that owns some of them, together, and one for what every rank updates::
 
-    bucket 0 (the last parameters)   [ -> shard 2 | -> shard 3 | everyone ]
-    bucket 1                         [ -> shard 0 | -> shard 2 ]            ...
+    bucket 0 (the last parameters)   [ -> shard 2 | -> shard 3 ]  [ everyone ]
+    bucket 1                         [ -> shard 0 | -> shard 2 ]  ...
 
 A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
 tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Everything
@@ -31,6 +31,7 @@ from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
 from dmuon.types import OwnershipError
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
+_BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
 
 
 # ---- where matrices lie ----------------------------------------------------------------------
@@ -176,9 +177,10 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans that travel in one collective, one after the other, all of dtype ``dtype``."""
+    """Spans of dtype ``dtype``, one after the other: what one place gets of the reduce-scatter of a
+    bucket's segments of that dtype, or what is all-reduced."""
 
-    shard: int  # where a reduce ends; EVERYONE makes it an all-reduce
+    shard: int  # where it ends; EVERYONE if it is all-reduced
     dtype: str
     spans: tuple[Span, ...]
 
@@ -247,7 +249,7 @@ class WeightBucket:
 
     dtype: str
     parameters: tuple[int, ...]
-    sends: tuple[Span, ...]  # in one broadcast along shards each; their ``replica`` says nothing
+    sends: tuple[Span, ...]  # along shards, from one place each; their ``replica`` says nothing
     publishes: tuple[Span, ...]  # in one broadcast along replicas each
     keeper: int | None  # the shard coordinate that keeps all of it, if one does
 
@@ -257,7 +259,7 @@ class WeightBucket:
 
 
 def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> list[WeightBucket]:
-    """The buckets of parameters that are used together, in the order of their broadcasts: equal
+    """The buckets of parameters that are used together, in the order in which they travel: equal
     along shards. A parameter that several shard coordinates keep has a bucket of its own."""
     specs = slices.plan.specs.parameters
     spans = {p: slices.spans(p, tensor) for p in parameters}
@@ -309,7 +311,11 @@ def publish_buckets(
 
 
 def cut_buckets(
-    units: Sequence[Unit], travelling: Sequence[int], bucket_bytes: int, min_buckets: int, item: int
+    units: Sequence[Unit],
+    travelling: Sequence[int],
+    bucket_bytes: int,
+    min_buckets: int | None,
+    item: int,
 ) -> tuple[tuple[int, ...], ...]:
     """Units that travel together, in the order of the buckets; the same on every rank.
 
@@ -327,6 +333,8 @@ def cut_buckets(
         return ()
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
+    if min_buckets is None:
+        min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
     count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
     weights = [2.0] * count
     if count > 2:

@@ -167,16 +167,23 @@ class Hook:
         return Hook, (_nothing,)
 
 
+def opaque(action: Callable[..., None], point: WaitPoint) -> Callable[..., None]:
+    """``action``, before the module of ``point``, where torch.compile does not look into it. Inside
+    a layer it is left out in compiled code: the hook of the layer around it has done it."""
+    hidden = torch.compiler.disable(action)
+
+    def unless_compiled(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hidden(*args)
+
+    return unless_compiled if point.in_layer else hidden
+
+
 def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]) -> list[Remove]:
     """Call ``wait`` before forward, ``drain`` before state dicts are made or loaded."""
     module, drained = point.module, Hook(lambda *_: drain())
-
-    def unless_compiled() -> None:
-        if not torch.compiler.is_compiling():
-            wait()
-
-    # Opaque to torch.compile: traced, it would recompile whenever other updates are under way.
-    before = unless_compiled if point.in_layer else torch.compiler.disable(wait)
+    # Traced, it would recompile whenever other updates are under way.
+    before = opaque(wait, point)
     handles = [
         module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
         module.register_state_dict_pre_hook(drained),

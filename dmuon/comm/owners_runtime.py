@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -216,21 +216,20 @@ class _Published:
     views: list[Tensor]  # of the payload, in the parameters' dims
     rms: Tensor  # [b] float32
     parameters: list[int]
+    where: list[int] = field(default_factory=list)  # positions in the unit that were published last
     targets: Sequence[Tensor] = ()
     pointers: Sequence[int] = ()  # where the parameters of the targets are stored
 
 
 @dataclass(slots=True)
 class _Broadcast:
-    """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``where`` are
-    the positions in each unit that were published last, none before the first step."""
+    """A bucket of updates. ``buffer`` has memory from a step to the next backward."""
 
     owner: int
     units: list[_Published]
     buffer: Buffer
     rms: Tensor
     seen_rms: Tensor  # as last published
-    where: Sequence[list[int]] = ()
 
 
 class ReducedRuntime(OwnersRuntime):
@@ -312,7 +311,8 @@ class ReducedRuntime(OwnersRuntime):
         self.synchronize()
         for bucket in self._broadcasts:
             bucket.buffer.release()
-            bucket.where = ()
+            for live in bucket.units:
+                live.where = []
         reducer.begin()
 
     def _accumulated(self, parameter: int) -> None:
@@ -365,45 +365,42 @@ class ReducedRuntime(OwnersRuntime):
         # Which parameters have a gradient on any rank is the same on every rank, so all leave the
         # same buckets out.
         for b, bucket in enumerate(self._broadcasts):
-            where = [self._with_gradients(live.unit) for live in bucket.units]
-            if not any(where):
+            for live in bucket.units:
+                live.where = self._with_gradients(live.unit)
+            if not any(live.where for live in bucket.units):
                 bucket.seen_rms.zero_()
-                bucket.where = ()
                 continue
             bucket.buffer.hold()
-            if bucket.owner == self.transport.rank:
-                for live, mine in zip(bucket.units, where, strict=True):
-                    gradients = reducer.owned.stack(live.unit)
-                    self._computed(compute, live.unit, mine, gradients, live.rms, live.payload)
+            for live in bucket.units if bucket.owner == self.transport.rank else ():
+                gradients = reducer.owned.stack(live.unit)
+                self._computed(compute, live.unit, live.where, gradients, live.rms, live.payload)
             flat = bucket.buffer.flat
             self.meter["updates"] += flat.nbytes
             work = self.transport.broadcast(flat, bucket.owner, tag="updates")
-            self._pending[b], bucket.where = (work, apply), where
+            self._pending[b] = work, apply
         reducer.clear()
         # The forward that led here read these without passing their wait point.
         assert self._coverage is not None
         self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
-        if not self._pending:
-            return
         for b in sorted(self._pending.keys() & broadcasts):
             bucket, (work, apply) = self._broadcasts[b], self._pending.pop(b)
             work.wait()
-            for live, where in zip(bucket.units, bucket.where, strict=True):
-                if where:
-                    self._apply(live, where, apply)
+            for live in bucket.units:
+                if live.where:
+                    self._apply(live, apply)
             bucket.seen_rms.copy_(bucket.rms)
 
-    def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
+    def _apply(self, live: _Published, apply: Apply) -> None:
         pointers = [self.parameters[p].data_ptr() for p in live.parameters]
         if pointers != live.pointers:  # the first time, or someone has assigned to p.data
             specs = [self.plan.specs.matrices[i] for i in live.unit.matrices]
             wholes = [self.parameters[p].detach() for p in live.parameters]
             live.targets = [p[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
             live.pointers = pointers
-        targets = [live.targets[k] for k in where]
-        apply(live.unit, where, targets, [live.views[k] for k in where])
+        targets = [live.targets[k] for k in live.where]
+        apply(live.unit, live.where, targets, [live.views[k] for k in live.where])
 
     def synchronize(self) -> None:
         self._wait_for(range(len(self._broadcasts)))
@@ -422,10 +419,9 @@ class ReducedRuntime(OwnersRuntime):
         """The updates of the last step, ``[m, n]``, of each matrix that had a gradient; valid until
         the next backward."""
         self.synchronize()
-        found = {}
-        for bucket in self._broadcasts:
-            for live, where in zip(bucket.units, bucket.where, strict=False):
+        specs, found = self.plan.specs.matrices, dict[str, Tensor]()
+        for live in chain.from_iterable(bucket.units for bucket in self._broadcasts):
+            if live.where:  # else its buffer may have no memory
                 matrices = oriented(live.unit, live.payload)
-                for k in where:
-                    found[self.plan.specs.matrices[live.unit.matrices[k]].name] = matrices[k]
+                found |= {specs[live.unit.matrices[k]].name: matrices[k] for k in live.where}
         return found

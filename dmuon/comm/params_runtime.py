@@ -5,13 +5,13 @@
     backward   the framework reduces gradients to shards, as always
     step       norms and verdict ---all-reduce---> everyone
                shards of the operands ---all-to-all---> owners: Newton-Schulz
-               shards of the updates  <---all-to-all--- owners
+               shards of the updates  <---all-to-all--- owners, then <---all-gather---> replicas
     forward    before a block runs (and before FSDP2 gathers it): apply the updates of its shards
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -28,7 +28,7 @@ from dmuon.comm.hooks import (
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
-from dmuon.comm.transport import Transport, Work
+from dmuon.comm.transport import Transport, Work, connect
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
@@ -68,38 +68,30 @@ class ParamsRuntime(LayoutRuntime):
     def limits(self, sizes: StateSizes) -> OwnerLimits:
         return self.shards.limits(self.plan.limits.memory_bytes, sizes)
 
-    def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
-        """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
-        whether updates may be awaited by the next forward (else by `synchronize` alone)."""
+    def bind(
+        self,
+        groups: Sequence[int],
+        ns_dtype: torch.dtype,
+        hooks: bool,
+        memory: Callable[[int], Tensor] | None,
+    ) -> None:
+        """Prepare for an optimizer: the param group of each matrix, the dtype that travels, whether
+        updates may be awaited by the next forward (else by `synchronize` alone), and the memory of
+        `Pipeline`."""
         self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
         options = self._options
         self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
         how = self.transport, self.meter, options, like
-        self.pipeline = Pipeline(self.shards, self.units, travelling, *how)
+        self.pipeline = Pipeline(
+            self.shards, self.units, travelling, *how, memory=memory, replicas=self._peers
+        )
         model = self._model()
-        if hooks and model is not None:
-            self._install_hooks(model, self.pipeline)
-
-    def index_among(self, ranks: tuple[int, ...]) -> int:
-        return self._peers[ranks].rank
-
-    def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
-        """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
-        peers, size = self._peers[ranks], source[0].numel()
-        self.meter[tag] += source.nbytes
-        splits = [size * (j != peers.rank) for j in range(peers.world)]
-        return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
-
-    def is_local(self, unit: Unit) -> bool:
-        """Whether a unit's matrices lie whole on their owner and nowhere else."""
-        # Matrices of different domains are never batched together, so one speaks for all.
-        return self.shards.is_local(unit.matrices[0])
-
-    def _install_hooks(self, model: nn.Module, pipeline: Pipeline) -> None:
+        if not hooks or model is None:
+            return
         self._gathers = gathers = Gathers(model, self.device)
-        matrices = self.plan.specs.matrices
+        matrices, pipeline = self.plan.specs.matrices, self.pipeline
 
         def wait(needed: Sequence[int], at_root: bool) -> None:
             if not pipeline.pending:
@@ -115,6 +107,21 @@ class ParamsRuntime(LayoutRuntime):
         ]
         self._wait_at([*wait_points(model), *fsdp_wait_points(model)], buckets, wait)
         self._removers += drain_before_unshard(model, self.synchronize)
+
+    def index_among(self, ranks: tuple[int, ...]) -> int:
+        return self._peers[ranks].rank
+
+    def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
+        """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
+        peers, size = self._peers[ranks], source[0].numel()
+        self.meter[tag] += source.nbytes
+        splits = [size * (j != peers.rank) for j in range(peers.world)]
+        return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
+
+    def is_local(self, unit: Unit) -> bool:
+        """Whether a unit's matrices lie whole on their owner and nowhere else."""
+        # Matrices of different domains are never batched together, so one speaks for all.
+        return self.shards.is_local(unit.matrices[0])
 
     def close(self) -> None:
         self.synchronize()
@@ -183,11 +190,19 @@ class ParamsRuntime(LayoutRuntime):
 
 
 def open_peers(
-    plan: OwnershipPlan, rank: int, new_group: NewGroup
+    plan: OwnershipPlan,
+    shards: ShardMap,
+    transport: Transport,
+    new_group: NewGroup,
+    device: torch.device,
 ) -> dict[tuple[int, ...], Transport]:
-    """A transport over each set of co-owners that ``rank`` belongs to; a collective call."""
+    """A transport over each set of co-owners, and of ranks with equal shards, that this rank
+    belongs to, with its first collective run; a collective call."""
+    rank, everyone = transport.rank, tuple(range(transport.world))
+    co_owners = {batch.co_owners for batch in plan.batches if batch.co_owners}
+    replicas = shards.partner_sets()
     found: list[list[tuple[int, ...]]] = []
-    sets = {batch.co_owners for batch in plan.batches if batch.co_owners}
+    sets = co_owners | (replicas - {everyone})
     for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
         # Partitions of the mesh: every rank joins in making each.
         free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
@@ -197,8 +212,14 @@ def open_peers(
         parts.append(ranks)
     peers = {}
     for parts in found:
-        left = set(range(plan.topology.world)).difference(*parts)
+        left = set(everyone).difference(*parts)
         whole = [*parts, tuple(sorted(left))] if left else parts
         mine = next(part for part in whole if rank in part)
         peers[mine] = new_group(whole)
+        if mine in co_owners:
+            connect(peers[mine], device)
+        if mine in replicas:
+            connect(peers[mine], device, gathers=True)
+    if everyone in replicas:
+        connect(transport, device, gathers=True)
     return peers

@@ -18,16 +18,15 @@ owns, because they exchange sums on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dmuon.comm.buckets import cut_buckets
-from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
+from dmuon.comm.routes import BucketRoute, Message, Ranks, Units, bucket_route, places
 from dmuon.comm.transport import Meter, Transport, Work, wait_all
 from dmuon.config import ShardedOptions
-from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 
 _INBOUND = 3  # of the buffers of a bucket
@@ -36,16 +35,24 @@ _INBOUND = 3  # of the buffers of a bucket
 def _room(route: BucketRoute) -> tuple[int, ...]:
     """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
     here as blocks, then as the pieces that go to owners; what comes to this owner, and its updates;
-    updates of what is held here, as pieces and as blocks; what replicas copy, out and in. Where
-    pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
+    updates of what is held here, as pieces and as blocks; what replicas have of these. Where
+    pieces are blocks there is one buffer of both, as where all blocks are replicated alike. Nobody
+    sends what all hold whole.
     """
     owned = 0 if route.everywhere else route.owned.numel
     pieces, came = route.held.numel, route.came.numel
+    is_within = any(one.is_all for one in route.replications)
     return (
         route.blocks.numel, pieces if route.cuts else 0, owned,
-        owned, came if route.joins else 0, route.updates.numel,
-        route.copies_out.numel, route.copies_in.numel,
+        owned, came if route.joins else 0, 0 if is_within else route.updates.numel,
+        sum(one.others.numel for one in route.replications),
     )  # fmt: skip
+
+
+def _aligned(numel: int) -> int:
+    """At least so many elements, so that the next ones begin where a line of a cache does: some
+    libraries round by the address of a matrix."""
+    return -(-numel // 32) * 32
 
 
 class Bucket:
@@ -58,19 +65,26 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        route: BucketRoute,
-        units: Sequence[Unit],
-        buffers: list[Tensor],
-        assembly: Tensor,
-        rank: int,
+        self, route: BucketRoute, units: Units, buffers: list[Tensor], assembly: Tensor, rank: int
     ) -> None:
         self.route = route
         self.works: list[Work] = []
-        self.send, pieces, arrived, leaving, came, updates, copies_out, copies_in = buffers
+        self.send, pieces, arrived, leaving, came, updates, replicated = buffers
         sent = pieces if route.cuts else self.send
+        every = [one.others for one in route.replications]
+        gathered = replicated.split([others.numel for others in every])
+        # Of each replication: the ranks, what comes from each of them, and this one's.
+        self.replicas: list[tuple[Ranks, list[Tensor], Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for one, buffer in zip(route.replications, gathered, strict=True):
+            shares = buffer.split([one.others.splits[r] for r in one.ranks])
+            own = shares[one.ranks.index(rank)]
+            self.replicas.append((one.ranks, [*shares], own))
+            updates = own if one.is_all else updates
+            copies += [cut.within(buffer, updates) for cut in one.copies]
+        self.copies = pairs_apart(copies)
         came = came if route.joins else updates
-        self.updates = [(updates, route.updates), (copies_in, route.copies_in)]
+        self.updates = [(updates, route.updates), *zip(gathered, every)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
         if route.everywhere:
             self.shares = list(came.split(route.came.splits))
@@ -78,34 +92,33 @@ class Bucket:
         # Of each exchange: its tag, what comes, and what is sent.
         self.gather = "gather", (arrived, route.owned), (sent, route.held)
         self.scatter = "scatter", (came, route.came), (leaving, route.owned)
-        self.replicate = "replicate", self.updates[1], (copies_out, route.copies_out)
         # Pieces and blocks, what is copied into what is first.
-        self.cuts = _views(cut.within(sent, self.send) for cut in route.cuts)
-        self.joins = _views(cut.within(came, updates)[::-1] for cut in route.joins)
-        numels = [units[u].numel for u in route.units]
-        flats = assembly.narrow(0, 0, sum(numels)).split(numels)
-        self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
+        self.cuts = pairs_apart(cut.within(sent, self.send) for cut in route.cuts)
+        self.joins = pairs_apart(cut.within(came, updates)[::-1] for cut in route.joins)
+        stacks, start = [], 0
+        for u in route.units:
+            stacks.append((u, assembly.narrow(0, start, units[u].numel).view(units[u].shape)))
+            start += _aligned(units[u].numel)
+        self.stacks = stacks
         self.shared = sum(bool(units[u].co_owners) for u in route.units)
         owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
-        self.assembly = (
-            [places(stack_of[part.unit], part) for part in owned],
-            [part.within(arrived) for part in owned],
+        self.assembly = pairs_apart(
+            (places(stack_of[part.unit], part), part.within(arrived)) for part in owned
         )
         # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
         self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
-        # What is sent to replicas, and the updates that it copies.
-        self.copies = _views(cut.within(copies_out, updates) for cut in route.copies)
 
 
-def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def pairs_apart(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """To copy into, and from."""
     found = list(pairs)
     return [to for to, _ in found], [source for _, source in found]
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_lists(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -114,35 +127,45 @@ class Pipeline:
     """Cuts ``units``, of which those at ``travelling`` travel at all, into buckets, and moves the
     buckets of one rank; ``like`` gives the dtype and device of what travels.
 
-    ``inbound`` is the dtype on the way to the owners, where it is another. ``nbytes`` are those of
-    its buffers: "inbound" and "outbound" have room, slot by slot, for what the rank holds, copies
-    and owns of a bucket; "assembly" is the largest owned bucket.
+    ``inbound`` is the dtype on the way to the owners, where it is another. ``memory`` gives memory
+    for so many elements, in which the operands of all buckets lie one behind the other, to be sent
+    from there; without it they have slots as well. ``replicas`` has a transport over each set of
+    ranks with equal shards that this one is in; ``transport`` is that of all ranks. ``nbytes`` are
+    those of its own buffers: "inbound" and "outbound" have room, slot by slot, for what the rank
+    and its replicas hold, and what it owns, of a bucket; "assembly" is the largest owned bucket.
     """
 
     def __init__(
         self,
         shards: ShardMap,
-        units: Sequence[Unit],
+        units: Units,
         travelling: Sequence[int],
         transport: Transport,
         meter: Meter,
         options: ShardedOptions,
         like: Tensor,
         inbound: torch.dtype | None = None,
+        memory: Callable[[int], Tensor] | None = None,
+        replicas: Mapping[Ranks, Transport] | None = None,
     ) -> None:
         size = options.bucket_bytes, options.min_buckets, like.element_size()
         cuts = cut_buckets(units, travelling, *size)
         routes = [bucket_route(shards, units, members, transport.rank) for members in cuts]
         self._transport = transport
+        self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._meter = meter
         self._slots = slots = options.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
+        self.copy = copy_lists  # an engine may know a better way
         inbound = inbound or like.dtype
-        largest = max((sum(units[u].numel for u in r.units) for r in routes), default=0)
+        largest = max((sum(_aligned(units[u].numel) for u in r.units) for r in routes), default=0)
         assembly = like.new_empty(largest, dtype=inbound)
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
         for number, sizes in enumerate(zip(*map(_room, routes), strict=True)):
+            if memory is not None and not number:
+                rings.append(list(memory(sum(sizes)).split(sizes)))
+                continue
             # A slot holds the largest of its buckets.
             slot_sizes = [max(sizes[slot::slots], default=0) for slot in range(slots)]
             dtype = inbound if number < _INBOUND else like.dtype
@@ -190,7 +213,7 @@ class Pipeline:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
             wait_all(bucket.works)
-            _copy(*bucket.assembly)
+            self.copy(*bucket.assembly)
             if b + self._slots < count:
                 self._gather(b + self._slots, fill)
             if b and self._slots == 1:  # its slot is needed now
@@ -203,7 +226,7 @@ class Pipeline:
                 update = updates[n] if n < len(updates) else compute(u, stack)
                 if update is not None:
                     parts, leaving = bucket.results[n]
-                    torch._foreach_copy_(leaving, [places(update, part) for part in parts])
+                    self.copy(leaving, [places(update, part) for part in parts])
             if not b and may_send is not None and not may_send():
                 return False
             for owner, part in enumerate(bucket.shares):
@@ -224,7 +247,7 @@ class Pipeline:
     def _arrive(self, bucket: Bucket) -> None:
         """Wait for the updates of what is held here, and join them to blocks."""
         wait_all(bucket.works)
-        _copy(*bucket.joins)
+        self.copy(*bucket.joins)
 
     def _exchange(
         self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
@@ -238,16 +261,19 @@ class Pipeline:
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
         bucket = self.buckets[b]
         fill(b)
-        _copy(*bucket.cuts)
+        self.copy(*bucket.cuts)
         if not bucket.shares:
             self._exchange(bucket, *bucket.gather)
 
     def _replicate(self, b: int) -> None:
         bucket = self.buckets[b]
-        if bucket.route.replicates:
-            self._arrive(bucket)
-            _copy(*bucket.copies)
-            self._exchange(bucket, *bucket.replicate)
+        if not bucket.replicas:
+            return
+        self._arrive(bucket)
+        self.copy(*bucket.copies)
+        for ranks, shares, own in bucket.replicas:
+            self._meter["replicate"] += own.nbytes * (len(ranks) - 1)
+            bucket.works.append(self._replicas[ranks].all_gather(shares, tag="replicate"))
 
     def apply_pending(self, buckets: Sequence[int]) -> None:
         """Wait for the updates of these buckets, where they are pending, and apply them."""
@@ -256,7 +282,7 @@ class Pipeline:
             if apply is None:
                 continue
             bucket = self.buckets[b]
-            if bucket.route.replicates:
+            if bucket.replicas:
                 wait_all(bucket.works)
             else:
                 self._arrive(bucket)

@@ -122,21 +122,6 @@ class OwnedGradients:
         matrices = self.slices.plan.specs.matrices
         return [g for i, g in self.here.items() if present[matrices[i].parameter]]
 
-    def deliveries(
-        self, segment: Segment, views: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Where what arrives in a segment is collected, and views of it."""
-        into, arrived = [], []
-        for span, view in zip(segment.spans, views, strict=True):
-            start = 0
-            for i in span.matrices:
-                _, box = self.slices.held(i, self.place[2])
-                if i in self.here:
-                    into.append(self.here[i])
-                    arrived.append(view.narrow(0, start, box.numel).view(box.shape))
-                start += box.numel
-        return into, arrived
-
 
 # ---- rounds ----------------------------------------------------------------------------------
 
@@ -169,8 +154,8 @@ UNDER_WAY = 4
 class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
 
-    ``deliveries``: see `OwnedGradients`; none where its matrices are not owned here. ``to_relay``:
-    what is owned here is to be reduced along replicas, too.
+    ``deliveries``: where what is owned here is collected, and views of it. ``to_relay``: that is to
+    be reduced along replicas, too.
     """
 
     def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
@@ -179,20 +164,17 @@ class _LiveSegment:
         self.segment = segment
         self.buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=device))
         self.views = list(self.buffer.flat.split([span.numel for span in segment.spans]))
-        self.deliveries = owned.deliveries(segment, self.views) if is_here else ([], [])
+        self.deliveries: tuple[list[Tensor], list[Tensor]] = [], []
+        for span, view in zip(segment.spans, self.views) if is_here else ():
+            sizes = [owned.slices.held(i, owned.place[2])[1].numel for i in span.matrices]
+            for i, part in zip(span.matrices, view.split(sizes)):
+                if i in owned.here:
+                    self.deliveries[0].append(owned.here[i])
+                    self.deliveries[1].append(part.view(owned.here[i].shape))
         self.works: list[Work] = []
         self.to_relay = False
-        self._relays = is_here and owned.slices.grid.shape[0] > 1
+        self.relays = is_here and owned.slices.grid.shape[0] > 1
         self.buffer.release()
-
-    def send(self, groups: ProcessGroups) -> None:
-        shard, flat = self.segment.shard, self.buffer.flat
-        groups.meter["gradients"] += flat.nbytes
-        if shard == EVERYONE:
-            self.works = [groups.data.all_reduce(flat, tag="rest")]
-        else:
-            self.works = [groups.gradients.reduce(flat, shard, tag="gradients")]
-            self.to_relay = self._relays
 
     def relay(self, groups: ProcessGroups) -> None:
         """Reduce along the replicas what was reduced along the shards."""
@@ -209,7 +191,8 @@ class _LiveSegment:
 
 class _LiveBucket:
     """A bucket with its segments, and where in them the gradient of each parameter travels:
-    ``targets``, (first element of the gradient, view)."""
+    ``targets``, (first element of the gradient, view). Segments of one dtype travel to their owners
+    in one collective."""
 
     def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
         self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
@@ -217,6 +200,25 @@ class _LiveBucket:
         for live in self.segments:
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
+        self._averaged = [live for live in self.segments if live.segment.shard == EVERYONE]
+        # By dtype: the segments that go to owners, and for each shard coordinate what it gets.
+        self._reduced: list[tuple[list[_LiveSegment], list[Tensor]]] = []
+        owned_ones = [live for live in self.segments if live.segment.shard != EVERYONE]
+        for dtype in dict.fromkeys(live.segment.dtype for live in owned_ones):
+            mine = [live for live in owned_ones if live.segment.dtype == dtype]
+            parts = [mine[0].buffer.flat[:0]] * owned.slices.grid.shape[1]
+            for live in mine:
+                parts[live.segment.shard] = live.buffer.flat
+            self._reduced.append((mine, parts))
+
+    def send(self, groups: ProcessGroups) -> None:
+        for segments, parts in self._reduced:
+            work = groups.gradients.reduce_scatter(parts, tag="gradients")
+            for live in segments:
+                live.works, live.to_relay = [work], live.relays
+        for live in self._averaged:
+            live.works = [groups.data.all_reduce(live.buffer.flat, tag="rest")]
+        groups.meter["gradients"] += sum(live.buffer.flat.nbytes for live in self.segments)
 
     def fill(self, parameter: int, grad: Tensor | None, scale: float, *, add: bool) -> None:
         """Write, or add, ``scale * grad`` (zeros for None) where the parameter's gradient
@@ -418,8 +420,7 @@ class GradientReducer:
         found = self._round
         while found.launched < len(self._buckets) and not found.waiting[found.launched]:
             bucket = self._buckets[found.launched]
-            for live in bucket.segments:
-                live.send(self._groups)
+            bucket.send(self._groups)
             self._under_way += bucket.segments
             found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
@@ -483,10 +484,9 @@ class GradientReducer:
         complete = all(local[p] for p in self._bucket_of) and not any(unusable)
         anywhere = self.flags.agree(local, unusable, complete=complete)
         self._write_averaged(anywhere)
-        matrices = self.owned.slices.matrices_of
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
-            if p in matrices:
+            if self._is_matrix(p):
                 # The owner has it now. Left here, a second backward would add to it and
                 # reduce the sum again.
                 self.parameters[p].grad = None
@@ -516,11 +516,10 @@ class GradientReducer:
     def note_averaged(self) -> None:
         """Note the gradients in ``p.grad`` as they are: whoever changes them from now on forgets
         those that owners have."""
-        matrices = self.owned.slices.matrices_of
         self._noted = {
             p: (grad.data_ptr(), grad._version)
             for p in self._bucket_of
-            if p not in matrices and (grad := self.parameters[p].grad) is not None
+            if not self._is_matrix(p) and (grad := self.parameters[p].grad) is not None
         }
 
     def _is_as_noted(self, parameter: int, *, exactly: bool = False) -> bool:
@@ -547,9 +546,8 @@ class GradientReducer:
                     "dmuon.clip_grad_norm_(model, ...) instead of torch.nn.utils.clip_grad_norm_, "
                     "clear with opt.zero_grad(), or leave reduce_to_owner out"
                 )
-        matrices, parameters = self.owned.slices.matrices_of, self.parameters
-        held = (p for p in self._bucket_of if p in matrices and parameters[p].grad is not None)
-        left = next(held, None)
+        matrices = filter(self._is_matrix, self._bucket_of)
+        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
         if left is not None and not accumulated:
             raise OwnershipError(
                 f"{self._name(left)!r} has a p.grad that was set after backward. Its owner has the "

@@ -4,7 +4,7 @@ Routes say what every rank sends and receives of a bucket of units (`dmuon.sched
 
     gather     holders of the owner's replica ---pieces---> owner          (all-to-all)
     scatter    owner ---pieces of the update---> the same holders          (all-to-all, mirrored)
-    replicate  each of these ---its piece---> the ranks with equal shards  (all-to-all, HSDP only)
+    replicate  each of these ---its piece---> the ranks with equal shards  (all-gather, HSDP only)
 
 What every rank holds whole (the `replicated` layout) needs one phase alone::
 
@@ -25,8 +25,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, pairwise
-from operator import add, itemgetter
+from itertools import chain, compress, groupby, pairwise
+from operator import add, itemgetter, not_
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from dmuon.dtensors import local_rows, sharded_rows, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import Box, Form
+
+Ranks = tuple[int, ...]
+Units = Sequence[Unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,20 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Replication:
+    """What comes to each of ``ranks``, which have equal shards, is sent to all of them.
+
+    In the buffer of an all-gather lie the blocks of updates of all, by the rank that had them
+    first. If a rank's own are all that came to it, they arrived there.
+    """
+
+    ranks: Ranks
+    others: Message  # the blocks of the others; ``splits`` are those of all
+    copies: tuple[Cut, ...]  # where its own lie in ``updates``
+    is_all: bool  # its own are all of these, in their order, and not copied
+
+
+@dataclass(frozen=True, slots=True)
 class BucketRoute:
     """One rank's view of a bucket. Of one that every rank holds whole, ``held`` and ``owned`` are
     what is owned here, and nothing is copied."""
@@ -126,12 +143,9 @@ class BucketRoute:
     units: tuple[int, ...]  # owned here
     held: Message  # its pieces, by owner: sent in the gather, their updates come in the scatter
     owned: Message  # all pieces of the matrices that it owns, by holder
-    copies_out: Message  # its blocks of updates, by the rank that they go to along replicating axes
-    copies_in: Message  # the same, by the rank that they come from
-    replicates: bool  # any rank copies
     blocks: Message  # that are sent
-    updates: Message  # blocks whose updates come
-    copies: tuple[Cut, ...]  # where ``copies_out`` lies in ``updates``
+    updates: Message  # blocks whose updates come from their owners
+    replications: tuple[Replication, ...]  # by ranks, in one order everywhere
     cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
     joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
     came: Message  # updates as they come: as ``held``, or by owner
@@ -233,21 +247,31 @@ def _exchanged(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Conte
         yield "held", unit.owner, part
     if is_sender and is_first:
         yield "blocks", 0, block
-    if is_first and shards.is_replicated(i):
-        for peer, other in shards.partners(i, rank):
-            if is_sender:
-                yield "copies_out", peer, block
-            elif other == replica:
-                yield "copies_in", peer, block
 
 
-def bucket_route(
-    shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
-) -> BucketRoute:
+def _replicated(
+    shards: ShardMap, unit: Unit, position: int, rank: int
+) -> Iterator[tuple[Ranks, int, MatrixPart]]:
+    """(ranks with equal shards, the one of them to which the update comes, block)"""
+    i, is_first = unit.matrices[position], unit.owner == unit.first_owner
+    if is_first and shards.is_replicated(i) and shards.piece(i, rank).numel:
+        replica, ranks = shards.replica_of(i, unit.owner), shards.partners(i, rank)
+        source = next(r for r in ranks if shards.replica_of(i, r) == replica)
+        yield ranks, source, _parts_at(shards, unit, position, rank)[1]
+
+
+def bucket_route(shards: ShardMap, units: Units, bucket: Sequence[int], rank: int) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
     matrices = [i for u in bucket for i in units[u].matrices]
     everywhere = all(map(shards.is_everywhere, matrices))
     contents: dict[str, _Pieces] = defaultdict(list)
+    replicated: dict[Ranks, _Pieces] = defaultdict(list)
+    is_shared = any(units[u].co_owners for u in bucket)
+    # Blocks are replicated in the order of ``updates``: of units, or of owners and units.
+    for u in bucket if is_shared else sorted(bucket, key=lambda u: units[u].owner):
+        for position in () if everywhere else range(len(units[u].matrices)):
+            for ranks, source, block in _replicated(shards, units[u], position, rank):
+                replicated[ranks].append((source, u, block))
     for u in bucket:
         for position in range(len(units[u].matrices)):
             found = (_published if everywhere else _exchanged)(shards, units[u], position, rank)
@@ -257,22 +281,22 @@ def bucket_route(
     def message(name: str) -> Message:
         return _message(shards, contents[name])
 
-    held, copies_out = message("held"), message("copies_out")
+    held = message("held")
     came = message("published") if everywhere else held
     blocks, updates = held, came
-    if is_shared := any(units[u].co_owners for u in bucket):
+    if is_shared:
         blocks = message("blocks")
         updates = message("updates") if everywhere else blocks
     return BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
         owned=held if everywhere else message("owned"),
-        copies_out=copies_out,
-        copies_in=message("copies_in"),
-        replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=blocks,
         updates=updates,
-        copies=_cuts(shards, units, copies_out, updates),
+        replications=tuple(
+            _replication(shards, units, ranks, pieces, rank, updates)
+            for ranks, pieces in sorted(replicated.items())
+        ),
         cuts=_cuts(shards, units, held, blocks) if is_shared else (),
         joins=_cuts(shards, units, came, updates) if is_shared else (),
         came=came,
@@ -280,9 +304,20 @@ def bucket_route(
     )
 
 
-def _cuts(
-    shards: ShardMap, units: Sequence[Unit], pieces: Message, blocks: Message
-) -> tuple[Cut, ...]:
+def _replication(
+    shards: ShardMap, units: Units, ranks: Ranks, pieces: _Pieces, rank: int, updates: Message
+) -> Replication:
+    every = _message(shards, pieces)
+    alone = _message(shards, [piece for piece in pieces if piece[0] == rank])
+    start = sum(every.splits[:rank])
+    is_own = [start <= part.start < start + alone.numel for part in every.parts]
+    own = Message(tuple(compress(every.parts, is_own)), alone.splits)
+    others = Message(tuple(compress(every.parts, map(not_, is_own))), every.splits)
+    is_all = alone.parts == updates.parts
+    return Replication(ranks, others, () if is_all else _cuts(shards, units, own, updates), is_all)
+
+
+def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> tuple[Cut, ...]:
     """Where the pieces of a rank lie in its blocks."""
     at = {i: (b, k) for b, part in enumerate(blocks.parts) for k, i in enumerate(part.matrices)}
     found: list[Cut] = []
@@ -311,6 +346,7 @@ def _cuts(
 # Who keeps which box of a parameter: (number, rank, box), equal on all ranks. A rank has its own
 # tensors by these numbers.
 Keepers = Sequence[tuple[int, int, Box]]
+Kept = Mapping[int, Tensor]
 
 
 class RowShards:
@@ -333,11 +369,7 @@ class RowShards:
         return self._transport.mesh(self.device)
 
     def spread(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        keepers: Keepers,
-        mine: Mapping[int, Tensor],
+        self, shape: tuple[int, ...], dtype: torch.dtype, keepers: Keepers, mine: Kept
     ) -> Tensor:
         """The whole tensor, of which ``keepers`` keep every element once."""
         rows, rank = self._rows(shape), self._transport.rank
@@ -345,7 +377,7 @@ class RowShards:
         self._move(keepers, mine, rows, {rank: local}, dtype)
         return local if self._mesh is None else sharded_rows(local, self._mesh, shape)
 
-    def collect(self, value: Tensor, keepers: Keepers, mine: Mapping[int, Tensor]) -> None:
+    def collect(self, value: Tensor, keepers: Keepers, mine: Kept) -> None:
         """Write what each of ``keepers`` keeps of a tensor there, from whatever form it has."""
         local, rank = local_rows(value, self._mesh), self._transport.rank
         if local is not None:
@@ -367,12 +399,7 @@ class RowShards:
         ]
 
     def _move(
-        self,
-        keepers: Keepers,
-        mine: Mapping[int, Tensor],
-        targets: Keepers,
-        into: Mapping[int, Tensor],
-        dtype: torch.dtype,
+        self, keepers: Keepers, mine: Kept, targets: Keepers, into: Kept, dtype: torch.dtype
     ) -> None:
         """Copy what lies at ``keepers``, ``mine`` here, to ``targets``, ``into`` here."""
         rank, world = self._transport.rank, self._transport.world

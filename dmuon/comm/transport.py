@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,6 +26,9 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool: ...
+
+
+Finish = Callable[[], object]
 
 
 def wait_all(works: list[Work]) -> None:
@@ -53,18 +58,20 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         """Copy ``tensor`` from ``src`` to every rank."""
 
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        """Copy ``parts[r]`` from rank r to every rank: `broadcast` from all of them at once. They
+        are 1-D, of one dtype, and of any sizes; one at least is not empty."""
+
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        """Sum ``parts[r]`` over the ranks into rank r: `reduce` to all of them at once, with parts
+        as in `all_gather`."""
+
     def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
+        self, output: Tensor, source: Tensor, came: Sequence[int], sent: Sequence[int], *, tag: str
     ) -> Work:
         """Send consecutive pieces of ``source`` to the ranks in order, and receive theirs.
 
-        Both are 1-D; ``source_splits[r]`` elements go to rank r, ``output_splits[r]`` come from it.
+        Both are 1-D; ``sent[r]`` elements go to rank r, and ``came[r]`` come from it.
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -96,19 +103,38 @@ class _Done:
 
 
 class _Issued:
-    """A collective under way, whose failure says where to look."""
+    """Collectives under way that count as one, whose failure says where to look. With ``finish``
+    the host waits for them, once, and calls it then."""
 
-    def __init__(self, work: Work, tag: str, transport: C10dTransport) -> None:
-        self._work = work
-        self._tag = tag
+    def __init__(
+        self, transport: C10dTransport, tag: str, works: list[Work], finish: Finish | None = None
+    ) -> None:
         self._transport = transport
+        self._tag = tag
+        self._works = works
+        self._finish = finish
 
     def wait(self) -> None:
         with self._transport.located(self._tag):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
+        if self._finish is not None:
+            finish, self._finish, self._works = self._finish, None, []
+            finish()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
+
+
+def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
+    """Add the rows of ``others`` to ``into``, which belongs before row ``place``, from the first to
+    the last: so it rounds alike at every place."""
+    if place:
+        for other in others[1:place]:
+            others[0].add_(other)
+        into.add_(others[0])
+    for other in others[place:]:
+        into.add_(other)
 
 
 class LocalTransport:
@@ -121,7 +147,7 @@ class LocalTransport:
     def reduce(self, *args: Any, **kwargs: Any) -> Work:
         return _Done()
 
-    all_reduce = broadcast = reduce
+    all_reduce = broadcast = all_gather = reduce_scatter = reduce
 
     def all_to_all(self, output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Work:
         output.copy_(source)
@@ -141,6 +167,20 @@ class LocalTransport:
         return self
 
     def close(self) -> None: ...
+
+
+_SMALL_SUM = 1 << 20  # bytes of all ranks
+# Up to so many bytes gloo reduces faster by messages, which are copied, than along its rings.
+_SMALL = 4 << 20
+# Backends that take tensors of different sizes in lists, and launch them together: torch groups
+# a broadcast, or a reduction, for each rank; NCCL leaves those of nothing out.
+_GROUPING = ("nccl", "xccl")
+
+
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Who moves the tensors of a device in a process group, such as "gloo"."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":") for pair in pairs).get(device.type, "")
 
 
 _PLANNING = "planning, at dedicate_params or the first step, on all ranks"
@@ -172,6 +212,23 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
         found = [group._get_backend(d).options._timeout for d in group._device_types]
         return max(found, default=None)
     return None
+
+
+def _is_shared_out(parts: Sequence[Tensor], most: float = math.inf) -> bool:
+    """Whether all parts together are no more than ``most`` bytes, and no rank has so much of them
+    that its messages would take long."""
+    sizes = [part.nbytes for part in parts]
+    total, largest = sum(sizes), max(sizes)
+    return largest < total <= most and (len(sizes) - 1) * largest <= 2 * total
+
+
+def _unequal(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """``parts`` in which not all sizes are equal, and what was cut off for that, an element of the
+    first: torch would send equal ones through another buffer as large as all of them."""
+    first, *others = parts
+    if any(part.numel() != first.numel() for part in others):
+        return [*parts], []
+    return [first[:-1], *others], [first[-1:]]
 
 
 class C10dTransport:
@@ -251,12 +308,13 @@ class C10dTransport:
         return group
 
     def _issue(
-        self, tag: str, collective: Callable[..., Work | None], *args: Any, **kwargs: Any
+        self, tag: str, *collectives: Callable[..., Work | None], finish: Finish | None = None
     ) -> Work:
         with self.located(tag):
-            work = collective(*args, **kwargs, group=self.group, async_op=True)
-        assert work is not None, "a collective on a group that this rank is no member of"
-        return _Issued(work, tag, self)
+            found = [issue(group=self.group, async_op=True) for issue in collectives]
+        works = [work for work in found if work is not None]
+        assert len(works) == len(found), "a collective on a group that this rank is no member of"
+        return _Issued(self, tag, works, finish)
 
     @contextmanager
     def located(self, tag: str) -> Iterator[None]:
@@ -276,26 +334,69 @@ class C10dTransport:
             ) from error
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self._issue(tag, dist.reduce, tensor, group_dst=dst)
+        return self._issue(tag, partial(dist.reduce, tensor, group_dst=dst))
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
+        if tensor.is_cpu and 0 < self.world * tensor.nbytes <= _SMALL_SUM:
+            # gloo takes 2 (world - 1) turns for it, one after the other, and this takes one.
+            came, sent = tensor.new_empty((2, self.world, tensor.numel()))
+            sent.copy_(tensor.view(-1))
+            reduce: Callable[..., Tensor] = torch.amax if maximum else torch.sum
+
+            def finish() -> None:  # on every rank in the order of ranks
+                tensor.copy_(reduce(came, 0).view(tensor.shape))
+
+            return self._issue(tag, partial(dist.all_to_all_single, came, sent), finish=finish)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return self._issue(tag, dist.all_reduce, tensor, op=op)
+        return self._issue(tag, partial(dist.all_reduce, tensor, op=op))
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        return self._issue(tag, dist.broadcast, tensor, group_src=src)
+        return self._issue(tag, partial(dist.broadcast, tensor, group_src=src))
+
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        mine, ranks = parts[self.rank], [r for r, part in enumerate(parts) if part.numel()]
+        backend = backend_of(mine.device, self.group)
+        if len(ranks) > 1 and backend in _GROUPING:
+            listed, last = _unequal(parts)
+            calls = [partial(dist.broadcast, part, group_src=0) for part in last]
+            calls.append(partial(dist.all_gather, listed, listed[self.rank]))
+        elif backend == "gloo" and mine.device.type == "cpu" and _is_shared_out(parts):
+            # Faster than its broadcasts, which pass everything on along trees.
+            group, others = self.group, [r for r in range(self.world) if r != self.rank]
+            senders = [r for r in ranks if r != self.rank]
+            with self.located(tag):
+                found = [dist.isend(mine, group=group, group_dst=r) for r in others if mine.numel()]
+                found += [dist.irecv(parts[r], group=group, group_src=r) for r in senders]
+            return _Issued(self, tag, [work for work in found if work is not None], lambda: None)
+        else:
+            calls = [partial(dist.broadcast, parts[r], group_src=r) for r in ranks]
+        return self._issue(tag, *calls)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        mine, ranks = parts[self.rank], [r for r, part in enumerate(parts) if part.numel()]
+        backend = backend_of(mine.device, self.group)
+        if len(ranks) > 1 and backend in _GROUPING:
+            listed, last = _unequal(parts)
+            calls = [partial(dist.reduce, part, group_dst=0) for part in last]
+            calls.append(partial(dist.reduce_scatter, listed[self.rank], listed))
+        elif backend == "gloo" and _is_shared_out(parts, _SMALL):
+            # Several times as fast as its reductions: who gets a sum adds up what the others send.
+            sent = [part.numel() * (r != self.rank) for r, part in enumerate(parts)]
+            came = mine.new_empty((self.world - 1, mine.numel()))
+            splits = [mine.numel() * (r != self.rank) for r in range(self.world)], sent
+            source = torch.cat([part for r, part in enumerate(parts) if r != self.rank])
+            exchange = partial(dist.all_to_all_single, came.view(-1), source, *splits)
+            finish = partial(_add_in_order, mine, came, self.rank)
+            return self._issue(tag, exchange, finish=finish)
+        else:
+            calls = [partial(dist.reduce, parts[r], group_dst=r) for r in ranks]
+        return self._issue(tag, *calls)
 
     def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
+        self, output: Tensor, source: Tensor, came: Sequence[int], sent: Sequence[int], *, tag: str
     ) -> Work:
-        splits = list(output_splits), list(source_splits)
-        return self._issue(tag, dist.all_to_all_single, output, source, *splits)
+        splits = list(came), list(sent)
+        return self._issue(tag, partial(dist.all_to_all_single, output, source, *splits))
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
@@ -322,7 +423,14 @@ class C10dTransport:
             raise OwnershipError(flaw)
         if found is not None:
             raise ConsensusError(f"dmuon.dedicate_params failed on {found}")
-        self._release_dropped()
+        mine = {n: kept for n, kept in _dropped.copy().items() if kept[0]() is not None}
+        ranks = dist.get_process_group_ranks(self.group)
+        names = dict(zip(ranks, self.gather_objects(sorted(mine)), strict=True))
+        for name, kept in sorted(mine.items()):
+            members = dist.get_process_group_ranks(kept[0]())
+            if all(name in names.get(rank, ()) for rank in members):
+                del _dropped[name]
+                _release(*kept)
 
     def meet(self, call: str) -> None:
         timeout = [] if self._timeout_s is None else [timedelta(seconds=self._timeout_s)]
@@ -378,17 +486,6 @@ class C10dTransport:
         mine = next(part for part in parts if dist.get_rank() in part)
         return C10dTransport(mine, self._timeout_s, parent=self.group, partition=parts)
 
-    def _release_dropped(self) -> None:
-        """Release the groups of models that are gone on all ranks of theirs; a collective call."""
-        mine = {n: kept for n, kept in _dropped.copy().items() if kept[0]() is not None}
-        ranks = dist.get_process_group_ranks(self.group)
-        names = dict(zip(ranks, self.gather_objects(sorted(mine)), strict=True))
-        for name, kept in sorted(mine.items()):
-            members = dist.get_process_group_ranks(kept[0]())
-            if all(name in names.get(rank, ()) for rank in members):
-                del _dropped[name]
-                _release(*kept)
-
     def close(self) -> None:
         if self._drop.detach() is not None:
             _release(*self._kept)
@@ -418,17 +515,21 @@ class Meter(Counter[str]):
 # ---- devices -----------------------------------------------------------------------------
 
 
-def connect(transport: Transport, device: torch.device) -> None:
-    """Run a first all-to-all in an accelerator's process group; a collective call. It connects all
-    pairs of ranks and waits for them: in a step two groups' could wait for each other."""
+def connect(transport: Transport, device: torch.device, *, gathers: bool = False) -> None:
+    """Run a first all-to-all, or a first all-gather, in an accelerator's process group; a
+    collective call. It connects the ranks that send each other something and waits for them: in a
+    step two groups' could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world
-    transport.all_to_all(torch.empty_like(sent), sent, splits, splits, tag="connecting").wait()
+    if gathers:
+        transport.all_gather(sent.split(splits), tag="connecting").wait()
+    else:
+        transport.all_to_all(torch.empty_like(sent), sent, splits, splits, tag="connecting").wait()
 
 
 def side_stream(device: torch.device) -> SideStream | None:
     """A side stream; None where waiting blocks the host, as with gloo, or nothing travels."""
-    if not dist.is_initialized() or f"{device.type}:gloo" in dist.get_backend_config():
+    if not dist.is_initialized() or backend_of(device) == "gloo":
         return None
     return of(device).side_stream()

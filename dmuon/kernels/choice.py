@@ -1,24 +1,27 @@
-"""Which form of Newton-Schulz and which products run where: the fixed rule, and the candidates.
+"""Which form of Newton-Schulz and which products run where: the rule, and the candidates.
 
-Pure functions of shapes, dtypes and what the device can do, so that ranks on equal hardware agree.
-A measured choice is part of the plan instead. A backend that was asked for and cannot run is an
-error; nothing falls back by itself.
+The rule is a pure function of shape, dtype and `Speeds`: what products cost here. A process
+measures that once; ranks that work together use one `Speeds` (`common_choice`), and the fixed ones
+where nothing was measured. A choice by timing whole kernels is part of the plan instead. A backend
+that was asked for and cannot run is an error; nothing falls back by itself.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Set
 from functools import lru_cache, partial
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 
 from dmuon import devices
-from dmuon.devices import cpu_has_bf16
+from dmuon.devices import cpu_has_bf16, undisturbed
 from dmuon.kernels import ops
-from dmuon.kernels.ops import MatmulOps
+from dmuon.kernels.ops import LEAST_STRIP, MatmulOps
 from dmuon.types import KernelChoice
 
 BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
@@ -26,8 +29,10 @@ METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")
 _TINY_ROWS = 32  # up to here rounding may cost more than emulation
 _WORTH = 1.5  # candidates with more multiplications than this, against the fewest, cannot win
+_CAUTIOUS_FIRST = ("torch_rounded", "torch", "torch_strips")  # where ranks differ
 _SMALL = 512  # with fewer rows the number of operations counts too
 
+Device = torch.device | str
 Segments = tuple[tuple[int, int], ...]
 """Ranges of steps; X is formed anew after each."""
 
@@ -58,8 +63,7 @@ def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
     Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
     by about a^2.
     """
-    most = _longest(dtype, steps)
-    return all(0 < high - low <= most for low, high in _segments(restarts, steps))
+    return all(0 < high - low <= _longest(dtype, steps) for low, high in _segments(restarts, steps))
 
 
 def _longest(dtype: torch.dtype, steps: int) -> int:
@@ -77,18 +81,43 @@ def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symme
     return sum(wide * n + square * (4 * s - 3) * m for s in lengths)
 
 
-def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:
-    """The form that "auto" stands for where nothing was measured.
+class Speeds(NamedTuple):
+    """What products cost, for the rule: the ``backend`` of a device; the multiplications (as in
+    `multiplications`, times m^2) that take as long as calling a product does; the least rows of a
+    ``strip`` that pays, see `ops.StripsOps`."""
 
-    The Gram form must save 5% of the multiplications, because at equal counts it measures 1 to 3%
-    slower. For small matrices the number of operations decides, and it has more of these.
+    backend: str
+    call: float
+    strip: int
+
+
+def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
+    """`Speeds` where nothing was measured: those of a CPU with AVX-512 BF16."""
+    call = 1.3e7 if dtype.itemsize <= 2 else 3e5
+    return Speeds(default_backend(device, dtype), call, LEAST_STRIP)
+
+
+def choose_method(
+    m: int, n: int, dtype: torch.dtype, steps: int, speeds: Speeds | None = None
+) -> str:
+    """The form that "auto" stands for in plans without measured kernels, and in `newton_schulz`.
+
+    The Gram form must save 5% of the cost, because at equal costs it measures 1 to 3% slower.
     """
     m, n = min(m, n), max(m, n)
-    if steps < 2 or m < (256 if dtype.itemsize <= 2 else 128):
+    if steps < 2:
         return "standard"
-    gram = multiplications(m, n, default_restarts(dtype, steps), steps, symmetric=False)
-    standard = multiplications(m, n, _every(steps), steps, symmetric=False)
-    return "gram" if 20 * gram <= 19 * standard else "standard"
+    speeds = speeds or fixed_speeds("cpu", dtype)
+    gram = _cost(m, n, default_restarts(dtype, steps), steps, speeds)
+    return "gram" if gram <= 0.95 * _cost(m, n, _every(steps), steps, speeds) else "standard"
+
+
+def _cost(m: int, n: int, restarts: tuple[int, ...], steps: int, speeds: Speeds) -> float:
+    """Multiplications, with calls of products counted as such."""
+    half, full = (multiplications(m, n, restarts, steps, is_half) for is_half in (True, False))
+    count = ops.strips_in(m, speeds.strip) if speeds.backend == "torch_strips" else 1
+    calls = 4 * steps - len(_segments(restarts, steps))
+    return m * m * (half + (full - half) / count) + speeds.call * calls
 
 
 def restarts_of(method: object) -> tuple[int, ...] | None:
@@ -106,7 +135,7 @@ def restarts_of(method: object) -> tuple[int, ...] | None:
     return None if given is None else tuple(map(int, given[1].split(",")))
 
 
-def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
+def default_backend(device: Device, dtype: torch.dtype) -> str:
     """The backend of a device where nothing was measured."""
     if not devices.of(device).is_cpu:
         return "torch"
@@ -115,38 +144,42 @@ def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def common_choice(
-    choices: Set[tuple[torch.dtype, str]], device: torch.device
-) -> tuple[torch.dtype, str]:
-    """One Newton-Schulz dtype and `default_backend` for ranks that found these.
+    choices: Set[tuple[torch.dtype, Speeds]], device: torch.device
+) -> tuple[torch.dtype, Speeds]:
+    """One Newton-Schulz dtype and one `Speeds` for ranks that found these.
 
-    Each process times for itself whether bfloat16 is fast, so ranks may differ. But updates travel
-    in the dtype, and replicas of a shard take block steps on their own and need the same bits.
-    Where dtypes differ, it is float32; where only backends differ, emulated products.
+    Each process measures for itself, so ranks may differ. But updates travel in the dtype, and
+    replicas of a shard take block steps on their own and need the same bits. Where dtypes differ,
+    it is float32; where backends differ, emulated products; else what favours plain products most.
 
-    >>> common_choice({(torch.bfloat16, "torch_strips"), (torch.bfloat16, "torch_rounded")}, "cpu")
-    (torch.bfloat16, 'torch_rounded')
+    >>> one, other = Speeds("torch_strips", 3e5, 128), Speeds("torch_strips", 2e5, 256)
+    >>> common_choice({(torch.float32, one), (torch.float32, other)}, "cpu")
+    (torch.float32, Speeds(backend='torch_strips', call=300000.0, strip=256))
     """
-    if len(choices) == 1:
-        return next(iter(choices))
     dtypes = {dtype for dtype, _ in choices}
-    if len(dtypes) == 1:
-        return dtypes.pop(), "torch_rounded"
-    return torch.float32, default_backend(device, torch.float32)
+    if len(dtypes) > 1:
+        return torch.float32, fixed_speeds(device, torch.float32)
+    found = {speeds for _, speeds in choices}
+    backend = min((one.backend for one in found), key=_CAUTIOUS_FIRST.index)
+    call, strip = max(one.call for one in found), max(one.strip for one in found)
+    return dtypes.pop(), Speeds(backend, call, strip)
 
 
-def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) -> tuple[str, ...]:
+def offered_backends(
+    device: Device, dtype: torch.dtype, rows: int, speeds: Speeds | None = None
+) -> tuple[str, ...]:
     """The backends that are worth measuring for matrices with ``rows`` rows (the short side)."""
     if devices.of(device).is_cpu:
-        default = default_backend(device, dtype)
-        # Emulated products take 40 times as long, but tiny ones; below 512 rows strips are "torch".
+        default, _, strip = speeds or fixed_speeds(device, dtype)
+        # Emulated products take 40 times as long, but tiny ones; small strips are "torch".
         is_rounded = default == "torch_rounded"
-        torch_pays = rows <= _TINY_ROWS if is_rounded else rows >= ops.STRIPS_FROM_ROWS
+        torch_pays = rows <= _TINY_ROWS if is_rounded else ops.strips_in(rows, strip) > 1
         return (default, "torch") if torch_pays else (default,)
     found = ("torch", "triton", "triton_small")
     return tuple(name for name in found if why_not(name, device, dtype, rows) is None)
 
 
-def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+def offered_tiles(backend: str, device: Device, dtype: torch.dtype) -> tuple[str, ...]:
     """The tile configurations of a backend that are worth measuring; ("",) if it has none."""
     if backend != "triton":
         return ("",)
@@ -155,9 +188,7 @@ def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) 
     return tuple(str(tile) for tile in tiles_for(devices.of(device).capability(), dtype))
 
 
-def why_not(
-    backend: str, device: torch.device | str, dtype: torch.dtype, rows: int = 1
-) -> str | None:
+def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> str | None:
     """The reason why a backend cannot run here; None if it can."""
     if backend not in BACKENDS:
         return f"there is no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
@@ -189,14 +220,13 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _check_backend(backend: str, device: torch.device | str, dtype: torch.dtype, rows: int) -> None:
-    reason = why_not(backend, device, dtype, rows)
-    if reason is not None:
+def _check_backend(backend: str, device: Device, dtype: torch.dtype, rows: int) -> None:
+    if (reason := why_not(backend, device, dtype, rows)) is not None:
         raise ValueError(f"kernel backend {backend!r} cannot run on {device}: {reason}")
 
 
 @lru_cache(maxsize=1024)
-def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> MatmulOps:
+def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
     """The products of a choice for matrices with ``rows`` rows (the short side).
 
     Raises ValueError with the reason where it cannot run.
@@ -205,9 +235,10 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
     _check_backend(choice.backend, device, dtype, rows)
     if choice.backend == "torch_rounded":
         return ops.RoundedOps(dtype)
-    # Where there are no strips, asking at each product costs tiny matrices a tenth of their time.
-    if choice.backend == "torch_strips" and rows >= ops.STRIPS_FROM_ROWS:
-        return ops.StripsOps()
+    if choice.backend == "torch_strips":
+        strip = int(choice.tile or LEAST_STRIP)
+        # Without strips, asking at each product costs tiny matrices a tenth of their time.
+        return ops.StripsOps(strip) if ops.strips_in(rows, strip) > 1 else MatmulOps()
     if choice.backend == "triton":
         from dmuon.kernels.triton_syrk import parse_tile, symm_mm
 
@@ -220,7 +251,7 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
     return MatmulOps()
 
 
-def backend_version(device: torch.device | str) -> str:
+def backend_version(device: Device) -> str:
     """A name for all that decides, beside torch, how fast and how exact a device's backends are."""
     if not devices.of(device).has_triton:
         return "torch"
@@ -238,12 +269,14 @@ def fixed_choice(
     m: int,
     n: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: Device,
     steps: int,
     method: str = "auto",
     backend: str = "auto",
+    speeds: Speeds | None = None,
 ) -> KernelChoice:
-    """The choice where nothing was measured: `choose_method` and `default_backend`, unless given.
+    """The rule's choice for these ``speeds`` (None: the fixed ones): `choose_method` and their
+    backend, unless given.
 
     Raises ValueError for an unknown method or backend, for one that cannot run on this device, and
     for restarts with which this dtype diverges.
@@ -255,32 +288,38 @@ def fixed_choice(
             f"at most {steps - 1}, with at most {_longest(dtype, steps)} steps between two; "
             f"use 'gram[{','.join(map(str, safe))}]'"
         )
-    form = choose_method(m, n, dtype, steps) if method == "auto" else method.partition("[")[0]
+    speeds = speeds or fixed_speeds(device, dtype)
+    is_auto = method == "auto"
+    form = choose_method(m, n, dtype, steps, speeds) if is_auto else method.partition("[")[0]
     if form == "standard":
         restarts = ()
+    tile = ""
     if backend == "auto":
-        backend = default_backend(device, dtype)
+        backend = speeds.backend
+        if backend == "torch_strips" and speeds.strip != LEAST_STRIP:
+            tile = str(speeds.strip)
     _check_backend(backend, device, dtype, min(m, n))
     name = str(dtype).removeprefix("torch.")
-    return KernelChoice(form, safe if restarts is None else restarts, backend, name)
+    return KernelChoice(form, safe if restarts is None else restarts, backend, name, tile)
 
 
 def candidates(
     m: int,
     n: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: Device,
     steps: int,
     method: str = "auto",
     backend: str = "auto",
+    speeds: Speeds | None = None,
 ) -> tuple[KernelChoice, ...]:
-    """The choices that are worth measuring for m x n matrices, the fixed one first: safe forms that
+    """The choices that are worth measuring for m x n matrices, the rule's first: safe forms that
     do not have clearly more to multiply, with each backend and tile of the device.
 
     Raises ValueError as `fixed_choice` does.
     """
     m, n = min(m, n), max(m, n)
-    fixed = fixed_choice(m, n, dtype, device, steps, method, backend)
+    fixed = fixed_choice(m, n, dtype, device, steps, method, backend, speeds)
     forms = [(fixed.method, fixed.restarts)]
     if method == "auto":
         every = _every(steps)
@@ -293,7 +332,78 @@ def candidates(
             if counts[restarts] <= most
         ]
     found = [fixed]
-    for name in offered_backends(device, dtype, m) if backend == "auto" else (backend,):
-        tiles = offered_tiles(name, device, dtype)
+    for name in offered_backends(device, dtype, m, speeds) if backend == "auto" else (backend,):
+        tiles = (fixed.tile,) if name == fixed.backend else offered_tiles(name, device, dtype)
         found += [KernelChoice(*form, name, fixed.dtype, t) for t, form in product(tiles, forms)]
     return tuple(dict.fromkeys(found))
+
+
+# ---- what products cost here -----------------------------------------------------------------
+
+_SIDES = (256, 512, 1024)  # of the products that are timed
+_SMALL_SIDE = 64  # of one whose call counts; smaller ones may take a way of their own
+_ROUNDS = 5
+_KEPT_BYTES = 1 << 24
+_CLEARLY = 0.95  # of the time of plain products: noise does not decide
+_seconds: dict[tuple[torch.dtype, int, int], tuple[float, float, float]] = {}
+_speeds: dict[tuple[Device, torch.dtype, int, int], Speeds] = {}
+
+
+def measured_speeds(device: Device, dtype: torch.dtype, rows: int) -> Speeds:
+    """What this process measures of a CPU, once for each dtype and number of threads; the fixed
+    `Speeds` of other devices, where products are emulated, and in a compiled graph.
+
+    Products of ``rows`` x ``rows`` are the largest that matter. Sizes are timed from small to large
+    until two strips win, because then strips of as many rows win in larger ones.
+    """
+    if torch.compiler.is_compiling():
+        return fixed_speeds(device, dtype)
+    key = device, dtype, rows, torch.get_num_threads()
+    found = _speeds.get(key)
+    if found is None:
+        found = fixed_speeds(device, dtype)
+        if found.backend == "torch_strips" and rows >= _TINY_ROWS:
+            found = _measured(found, dtype, rows)
+        _speeds[key] = found
+    return found
+
+
+def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
+    call = fixed.call
+    for side in _SIDES:
+        key = dtype, torch.get_num_threads(), side
+        if key not in _seconds:
+            _seconds[key] = undisturbed(partial(_product_seconds, dtype, side))
+        small, whole, strips = _seconds[key]
+        if side == _SIDES[0]:
+            # Both are a call, and work that grows with the third power of the side.
+            work = max(whole - small, 1e-9) / (1 - (_SMALL_SIDE / side) ** 3)
+            call = max(whole / work - 1, 0.0) * 2 * side**3
+        if side > rows:  # too small for strips
+            return fixed._replace(call=call)
+        if strips <= _CLEARLY * whole:
+            return Speeds("torch_strips", call, side // 2)
+        if 2 * side > rows:
+            break
+    return Speeds("torch", call, LEAST_STRIP)
+
+
+@torch.no_grad()
+def _product_seconds(dtype: torch.dtype, side: int) -> tuple[float, float, float]:
+    """The shortest times of a small product, of one of side x side, and of that in two strips; in
+    turns, so that a slow moment of the machine spoils a number of each."""
+    # Freed at once: from then on malloc keeps blocks of up to this size, as it does in training,
+    # instead of fetching new pages for each product.
+    torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
+    whole, strips = MatmulOps(), ops.StripsOps(side // 2)
+    runs = []
+    for who, rows in ((whole, _SMALL_SIDE), (whole, side), (strips, side)):
+        x = torch.full((rows, rows), 1 / rows, dtype=dtype, device="cpu")
+        runs.append(partial(who.symmetric, x, x, out=torch.empty_like(x)))
+    times: list[list[float]] = [[] for _ in runs]
+    for i, run in [*enumerate(runs)] * (_ROUNDS + 1):
+        begin = time.perf_counter()
+        run()
+        times[i].append(time.perf_counter() - begin)
+    small, plain, cut = (min(each[1:]) for each in times)  # the first sets up the library
+    return small, plain, cut

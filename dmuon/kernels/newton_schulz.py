@@ -21,12 +21,19 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dmuon import devices
-from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
+from dmuon.kernels.choice import (
+    Segments,
+    Speeds,
+    fixed_choice,
+    measured_speeds,
+    ops_of,
+    segments_of,
+)
 from dmuon.kernels.ops import MatmulOps, SliceOps, Take
-from dmuon.tensors import are_safe, may_look, normalize, normalize_, norms_of
+from dmuon.tensors import are_safe, divide_, may_look, normalize, normalize_, norms_of
 from dmuon.types import Triple
 
-KERNEL_VERSION = 6
+KERNEL_VERSION = 7
 """Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -229,16 +236,42 @@ def prepared(
     count = 4 if any(high - low > 1 for low, high in segments) else 2
     squares = [take(square, dtype) for _ in range(count)]
     in_place = held is not None or len(members) > 1
+    plain = is_plain(ops, segments, len(coefficients))
 
     def run() -> Tensor:
         for member in members:
             start = member if held is None else held.copy_(member)
-            found = finished(iterate(start, spare, squares, coefficients, segments, ops))
+            if plain:
+                found = _standard(start, spare, squares, coefficients)
+            else:
+                found = finished(iterate(start, spare, squares, coefficients, segments, ops))
             if in_place and found is not member:
                 member.copy_(found)
         return x if in_place else found.view(x.shape)
 
     return run
+
+
+def is_plain(ops: MatmulOps, segments: Segments, steps: int) -> bool:
+    """Whether `_standard` computes it."""
+    return type(ops) is MatmulOps and len(segments) == steps
+
+
+def _standard(
+    x: Tensor, spare: Tensor, squares: Sequence[Tensor], coefficients: Sequence[Triple]
+) -> Tensor:
+    """`iterate` in the standard form over `MatmulOps`, without its layers: they cost small matrices
+    a twentieth of their time."""
+    is_tall = x.shape[-2] != squares[0].shape[-1]
+    multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+    r, p = squares
+    for a, b, c in coefficients:
+        xt = x.mT
+        multiply(xt, x, out=r) if is_tall else multiply(x, xt, out=r)
+        add(r, r, r, beta=b, alpha=c, out=p)
+        add(x, x, p, beta=a, out=spare) if is_tall else add(x, p, x, beta=a, out=spare)
+        x, spare = spare, x
+    return x
 
 
 def finished(steps: Steps) -> Tensor:
@@ -249,7 +282,12 @@ def finished(steps: Steps) -> Tensor:
 
 
 def prepared_slice(
-    x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: SliceOps, take: Take
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    segments: Segments,
+    ops: SliceOps,
+    take: Take,
+    eps: float = 1.0,
 ) -> Callable[[Tensor], Steps]:
     """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n; other ranks hold the other
     columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration.
@@ -261,7 +299,7 @@ def prepared_slice(
     squares = [take((b, m, m), held.dtype) for _ in range(count)]
 
     def run(norms: Tensor) -> Steps:
-        held.copy_(normalize_(x, norms.view(-1, 1, 1)))
+        held.copy_(normalize_(x, norms.view(-1, 1, 1), eps))
         for found in iterate(held, spare, squares, coefficients, segments, ops):
             yield found if found is None or found.dtype is x.dtype else x.copy_(found)
 
@@ -278,8 +316,10 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
     """
     if dtype == "auto":
         return devices.of(device).ns_dtype()
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES:
+        return dtype
     for known in _DTYPES:
-        if dtype in (known, str(known), str(known).removeprefix("torch.")):
+        if dtype in (str(known), str(known).removeprefix("torch.")):
             return known
     raise ValueError(
         f'the Newton-Schulz dtype (ns_dtype) must be "auto" or one of {_NAMES}, found {dtype!r}'
@@ -292,10 +332,10 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     The numbers are the same to the bit, because scaling by a power of two changes no mantissa.
     """
     if x.numel() and may_look(x, dtype):
-        y = x.to(dtype)
+        y = x.to(dtype, copy=dtype.itemsize < 4)
         norms = norms_of(y)
         if are_safe(norms, eps):
-            return y.div(norms).to(dtype)
+            return y.div(norms) if dtype.itemsize >= 4 else divide_(y, norms)
     return normalize(x, dtype, eps)
 
 
@@ -321,7 +361,7 @@ def newton_schulz(
     steps: iterations, always as many as asked for; 0 returns the normalized matrix.
     coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple per step.
     method: "standard", "gram", a Gram form with its restarts such as "gram[2]", or "auto", see
-        `choose_method`.
+        `choose_method`. What "auto" takes on a CPU depends on what this process measures.
     dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
     backend: the products, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
 
@@ -339,7 +379,10 @@ def newton_schulz(
         raise ValueError(f"eps must be a finite number > 0, found {eps!r}; torch uses 1e-7")
     triples = resolve_coefficients(coefficients, steps)
     ns_dtype = resolve_ns_dtype(dtype, x.device)
-    segments, ops = _chosen(*x.shape[-2:], ns_dtype, x.device, steps, str(method), str(backend))
+    rows, cols = x.shape[-2:]
+    device, how = x.device, (str(method), str(backend))
+    speeds = measured_speeds(device, ns_dtype, min(rows, cols)) if "auto" in how else None
+    segments, ops = _chosen(rows, cols, ns_dtype, device, steps, *how, speeds)
     # Results of a tensor without gradients have none, which costs less than leaving grad mode.
     y = _normalized(x.detach() if x.requires_grad else x, ns_dtype, eps)
     if not triples or not y.numel():
@@ -347,24 +390,33 @@ def newton_schulz(
     # A transposed view is computed as it is stored.
     is_view = not y.is_contiguous() and y.mT.is_contiguous()
     stored = y.mT if is_view else y.contiguous()
-    with no_autocast(x.device):
-        batch = stored.view(-1, *stored.shape[-2:])
-        run = prepared(
-            batch,
-            triples,
-            segments,
-            ops,
-            lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device),
-        )
-        found = run().view(stored.shape)
+
+    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    with no_autocast(device):
+        if stored.ndim == 2 and is_plain(ops, segments, steps):  # nothing to prepare
+            m = min(rows, cols)
+            squares = take((m, m), ns_dtype), take((m, m), ns_dtype)
+            found = _standard(stored, torch.empty_like(stored), squares, triples)
+        else:
+            batch = stored.view(-1, *stored.shape[-2:])
+            found = prepared(batch, triples, segments, ops, take)().view(stored.shape)
     return found.mT if is_view else found
 
 
 @lru_cache(maxsize=256)
 def _chosen(
-    rows: int, cols: int, dtype: torch.dtype, device: torch.device, steps: int, *how: str
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int,
+    method: str,
+    backend: str,
+    speeds: Speeds | None,
 ) -> tuple[Segments, MatmulOps]:
-    choice = fixed_choice(rows, cols, dtype, device, steps, *how)
+    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend, speeds)
     return segments_of(choice, steps), ops_of(choice, device, min(rows, cols))
 
 

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from dmuon.types import Triple
 
-# Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
-_LEAST_STRIP = 256  # rows
-STRIPS_FROM_ROWS = 2 * _LEAST_STRIP
-_MAX_STRIPS = 4
+LEAST_STRIP = 256  # rows, where nothing was measured
+MAX_STRIPS = 4
 
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -76,32 +74,26 @@ class MatmulOps:
         return self.symmetric(spare, z, spare, out=r, beta=beta)
 
     def shifted(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        *,
-        diag: float,
-        out: Tensor,
-        plain: Tensor,
-        **factors: float,
+        self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **factors: Any
     ) -> Exchange:
-        """`symmetric` into ``plain``, and with ``diag`` on its diagonal into ``out``."""
-        self.symmetric(a, b, c, out=plain, **factors)
+        """`symmetric` of a, b, c into ``plain``, and with ``diag`` on its diagonal into ``out``."""
+        self.symmetric(*operands, out=plain, **factors)
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
         return ()
 
     whole: Whole | None = None
-    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None for backends that
-    make single products."""
+    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None: by products."""
 
 
 class StripsOps(MatmulOps):
-    """``torch_strips``, on a CPU: symmetric products with m >= 512 compute the lower block triangle
-    in s strips, (s + 1) / 2s of the multiplications, and mirror it. Batches of these gain nothing.
+    """``torch_strips``, on a CPU: symmetric products compute the lower block triangle in s strips,
+    (s + 1) / 2s of the multiplications, and mirror it, where there are two strips of at least
+    ``strip`` rows. Batches of these gain nothing.
     """
 
-    batch_rows = STRIPS_FROM_ROWS - 1
+    def __init__(self, strip: int = LEAST_STRIP) -> None:
+        self._strip = strip
+        self.batch_rows = 2 * strip - 1
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
@@ -109,19 +101,34 @@ class StripsOps(MatmulOps):
         # Strips of a transposed operand are not contiguous, and in half precision torch copies such
         # an operand before it multiplies, which costs more than the strips save.
         scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
-        if out.shape[-1] < STRIPS_FROM_ROWS or scattered:
+        count = strips_in(out.shape[-1], self._strip)
+        if count == 1 or scattered:
             return self.general(a, b, c, out=out, **factors)
         if out.ndim == 3:
             for i in range(len(out)):
                 self.symmetric(a[i], b[i], None if c is None else c[i], out=out[i], **factors)
             return ()
-        strips = _strips(len(out), min(_MAX_STRIPS, len(out) // _LEAST_STRIP))
+        strips = _strips(len(out), count)
         for low, high in strips:
             add = None if c is None else c[low:high, :high]
             self.general(a[low:high], b[:, :high], add, out=out[low:high, :high], **factors)
-        for low, high in strips[:-1]:
-            out[low:high, high:].copy_(out[high:, low:high].mT)
+        self.mirror(out, strips)
         return ()
+
+    def mirror(self, out: Tensor, strips: Sequence[tuple[int, int]]) -> None:
+        """Fill the blocks above the diagonal from those below."""
+        for low, high in strips[:-1]:
+            # Of contiguous blocks torch transposes tile by tile, two to three times as fast.
+            out[low:high, high:].copy_(out[high:, low:high].contiguous().mT.contiguous())
+
+
+def strips_in(rows: int, strip: int) -> int:
+    """The number of strips of a symmetric product; 1: it is computed as a whole.
+
+    >>> [strips_in(rows, 256) for rows in (511, 512, 1024, 4096)]
+    [1, 2, 4, 4]
+    """
+    return max(1, min(MAX_STRIPS, rows // strip))
 
 
 def _strips(rows: int, count: int) -> list[tuple[int, int]]:
@@ -135,12 +142,12 @@ def _strips(rows: int, count: int) -> list[tuple[int, int]]:
 
 class RoundedOps(StripsOps):
     """``torch_rounded``: products in float32, each result rounded to ``dtype``, as a half-precision
-    unit computes. For CPUs without such a unit, where torch's emulation takes 10 to 100 times as
-    long."""
+    unit computes. For CPUs without one, where torch's emulation takes 10 to 100 times as long."""
 
     held = torch.float32
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self._dtype = dtype
 
     def general(self, *operands: Tensor | None, out: Tensor, **factors: float) -> Exchange:  # type: ignore[override]
@@ -148,7 +155,7 @@ class RoundedOps(StripsOps):
         out.copy_(out.to(self._dtype))
         return ()
 
-    def shifted(self, *operands: Tensor, out: Tensor, **how: Any) -> Exchange:  # type: ignore[override]
+    def shifted(self, *operands: Tensor, out: Tensor, **how: Any) -> Exchange:
         super().shifted(*operands, out=out, **how)
         out.copy_(out.to(self._dtype))
         return ()
@@ -164,7 +171,7 @@ class TritonOps(MatmulOps):
         self._multiply(a, b.mT, c, **how)
         return ()
 
-    shifted = symmetric
+    shifted = symmetric  # type: ignore[assignment]
 
 
 class WholeOps(MatmulOps):
@@ -221,7 +228,7 @@ class SliceOps(MatmulOps):
     ) -> None:
         self.held, self._inner, self._peers, self._split = inner.held, inner, peers, split
         k, me = peers.count, peers.index
-        count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
+        count = 2 * k * strips_in(rows, 2 * k * LEAST_STRIP)
         strips = _strips(rows, count)
         by_rank = [  # from both ends, in turn
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
@@ -259,7 +266,7 @@ class SliceOps(MatmulOps):
         self, product: Callable[..., Exchange], *operands: Tensor | None, **how: Any
     ) -> Exchange:
         """A batched product; on a CPU matrix by matrix."""
-        if self._batch > 1 and self._inner.batch_rows is None:
+        if self._batch > 1 and not how["out"].is_cpu:
             return product(*operands, **how)
         tensors = {name: value for name, value in how.items() if isinstance(value, Tensor)}
         for i in range(len(how["out"])):
@@ -293,7 +300,7 @@ class SliceOps(MatmulOps):
             self.general(own, z, own, out=spare[:, low:high], beta=beta)
         return self._shared((spare, z, spare), r, {"beta": beta})
 
-    def shifted(self, *operands: Tensor, **how: Any) -> Exchange:  # type: ignore[override]
+    def shifted(self, *operands: Tensor, **how: Any) -> Exchange:
         if not self._split:
             return self._each(self._inner.shifted, *operands, **how)
         return self._shifted(operands, **how)

@@ -19,7 +19,14 @@ from torch import Tensor
 from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
-from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
+from dmuon.kernels.choice import (
+    Speeds,
+    fixed_choice,
+    is_safe,
+    ops_of,
+    restarts_of,
+    segments_of,
+)
 from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
 from dmuon.kernels.ops import Peers, SliceOps, Take
 from dmuon.tensors import normalize_
@@ -33,11 +40,13 @@ _OTHERS = 128  # calls that were not planned and are kept nevertheless
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel``: the planned choice as text, "" for the fixed rule's."""
+    """A batch of one shape. ``kernel``: the planned choice as text, "" for the rule's;
+    ``eps`` is that of `normalize_`."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]
     kernel: str = ""
+    eps: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +96,9 @@ class _Prepared:
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    ``dtype`` is the Newton-Schulz dtype; ``backend`` is used where neither the call nor the options
-    name one. A planned choice for another dtype, or that would diverge over the steps of a call,
-    gives way to the fixed rule; `report` says what ran.
+    ``dtype`` is the Newton-Schulz dtype; ``speeds`` (None: the fixed ones) decide where neither the
+    call nor the options do, and are those of all ranks. A planned choice for another dtype, or that
+    would diverge over the steps of a call, gives way to the rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
     captured as a graph the second time, and replayed from then on. Capturing waits for the device,
@@ -104,10 +113,10 @@ class Orthogonalizer:
         dtype: torch.dtype,
         options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
         capture: Capture | None = None,
-        backend: str = "auto",
+        speeds: Speeds | None = None,
     ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self._backend = backend if options.backend == "auto" else options.backend
+        self._speeds = speeds
         self._capture = capture
         if capture is None and options.cuda_graphs is not False:
             self._capture = devices.of(device).graphs()
@@ -180,7 +189,8 @@ class Orthogonalizer:
             inner = ops_of(choice, self.device, m)
             ops = SliceOps(inner, call.peers, call.split, b, m, self.dtype, memory.take)
             segments = segments_of(choice, len(call.call.coefficients))
-            made.append(prepared_slice(x, call.call.coefficients, segments, ops, memory.take))
+            how = call.call.coefficients, segments, ops, memory.take, call.call.eps
+            made.append(prepared_slice(x, *how))
         if memory.fits:
             if len(self._slices) > self._most:
                 self._slices.clear()  # coefficients may differ in every step
@@ -218,7 +228,7 @@ class Orthogonalizer:
         return [found[n] for n in range(len(calls))]
 
     def operand(self, call: Call) -> Tensor:
-        """Where to write the matrices of a call, ``[b, rows, cols]``, scaled for `normalize_`;
+        """Where to write the matrices of a call, ``[b, rows, cols]``, as `normalize_` takes them;
         valid until the next call is run or asked for."""
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
@@ -280,14 +290,14 @@ class Orthogonalizer:
         self, call: Call, choice: KernelChoice, x: Tensor, take: Take
     ) -> Callable[[], Tensor]:
         if not call.coefficients or not prod(call.shape):
-            return partial(normalize_, x)
+            return partial(normalize_, x, eps=call.eps)
         ops = ops_of(choice, self.device, min(call.shape[1:]))
         segments = segments_of(choice, len(call.coefficients))
         one_by_one = self.options.is_fixed
         run = prepared(x, call.coefficients, segments, ops, take, one_by_one=one_by_one)
 
         def normalize_and_run() -> Tensor:
-            normalize_(x)
+            normalize_(x, eps=call.eps)
             return run()
 
         return normalize_and_run
@@ -311,7 +321,9 @@ class Orthogonalizer:
             method = "gram"  # ns_steps has changed since the optimizer was made
         if is_slice and restarts is None:
             method = "gram"
-        return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, self._backend)
+        _, m, n = call.shape
+        how = method, self.options.backend, self._speeds
+        return fixed_choice(m, n, self.dtype, self.device, steps, *how)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
         """Bytes of workspace that a call takes, with or without its operand."""
@@ -326,11 +338,6 @@ class Orthogonalizer:
     def nbytes(self) -> int:
         """Bytes of the workspace."""
         return self._memory.numel()
-
-    def is_fused(self, call: Call) -> bool:
-        """Whether the elementwise work around a call runs in Triton kernels too."""
-        found = self._prepared.get((call, None))
-        return "/triton" in (str(self.choice(call)) if found is None else found.kernel)
 
     def report(self) -> dict[str, Any]:
         """The kernels that ran so far, by shape; the workspace; the state of graphs."""

@@ -57,20 +57,9 @@ def _chunk(x_ptr, start, m, n, x_row, x_col, M: tl.constexpr, CHUNK: tl.constexp
 
 @triton.jit
 def iteration_kernel(
-    x_ptr,
-    triples_ptr,
-    edges_ptr,
-    q_ptr,
-    m,
-    n,
-    segments,
-    x_batch,
-    x_row,
-    x_col,
-    M: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEEP_Q: tl.constexpr,
-):
+    x_ptr, triples_ptr, edges_ptr, q_ptr, m, n, segments, x_batch, x_row, x_col,
+    M: tl.constexpr, CHUNK: tl.constexpr, KEEP_Q: tl.constexpr,
+):  # fmt: skip
     """One matrix; ``edges`` are the steps at which segments begin, and the number of steps.
 
     Unless KEEP_Q, Q is kept in memory, at ``q_ptr``, M x M elements per program.

@@ -3,7 +3,7 @@ And what all Triton kernels share on the host.
 
     symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
 
-This file and `triton_elementwise` and `triton_small` are imported only where Triton is installed.
+This file and `triton_lists` and `triton_small` are imported only where Triton is installed.
 """
 
 from __future__ import annotations

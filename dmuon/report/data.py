@@ -20,7 +20,6 @@ from rich.console import RenderableType
 
 from dmuon.report import html
 from dmuon.report.text import (
-    WIDTH,
     Fact,
     Table,
     bytes_text,
@@ -63,8 +62,7 @@ class ShapeUse:
     """All matrices of one shape: (size, number) of their batches, largest first, and their cost.
 
     ``single_ms`` is the price of one matrix alone, None where the plan has no prices; ``origins``
-    are those of the prices of these batches.
-    """
+    are those of the prices of these batches."""
 
     rows: int
     cols: int
@@ -121,8 +119,7 @@ class MeasuredBalance:
     Ranks that execute the same batches have the same cost, so no new plan mends a difference
     between them: ``straggles_ms`` is how much longer the busiest takes than their mean. ``best_ms``
     is a limit for any new plan: the even share of the measured work, or the costliest matrix or the
-    plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan.
-    """
+    plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan."""
 
     loads_ms: tuple[float, ...]
     ratios: tuple[float | None, ...]
@@ -192,20 +189,12 @@ class LoadBalanceReport:
         found = []
         for key, batches in by_key.items():
             sizes, price = Counter(len(b.matrices) for b in batches), prices.get(key)
-            count = sum(size * times for size, times in sizes.items())
+            by_size = tuple(sorted(sizes.items(), reverse=True))
+            count = sum(len(b.matrices) for b in batches)
             total = sum(b.ms * len(b.ranks) for b in batches)
             origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
-            found.append(
-                ShapeUse(
-                    *key,
-                    count=count,
-                    batches=tuple(sorted(sizes.items(), reverse=True)),
-                    each_ms=total / count,
-                    total_ms=total,
-                    single_ms=price.ms[0] if price else None,
-                    origins=tuple(sorted(origins)),
-                )
-            )
+            single, origin = price.ms[0] if price else None, tuple(sorted(origins))
+            found.append(ShapeUse(*key, count, by_size, total / count, total, single, origin))
         return tuple(sorted(found, key=lambda s: (-s.total_ms, s.rows, s.cols, s.dtype)))
 
     @cached_property
@@ -265,8 +254,7 @@ class LoadBalanceReport:
     @cached_property
     def contention(self) -> dict[str, Contention] | None:
         """How the owners of consecutive matrices share nodes and columns: "plan", and "row_major"
-        as if the ranks took turns in order; None on a single node.
-        """
+        as if the ranks took turns in order; None on a single node."""
         plan, topology = self.plan, self.plan.topology
         # Those that travel, in about the order in which they do.
         moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
@@ -289,7 +277,7 @@ class LoadBalanceReport:
         return render(_title(self.plan), _facts(self), self._tables())
 
     def __str__(self) -> str:
-        return printed(self.__rich__(), width=WIDTH)
+        return printed(self)
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page with pictures, whole or not at all.
@@ -375,13 +363,10 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
 
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
     """The least time that an owner needs for a matrix of each shape."""
-    least: dict[ShapeKey, float] = {}
-    for batch in plan.batches:
-        # Without prices: a batch is rarely cheaper alone than its share in a larger one.
-        key, share = _key_of(plan, batch), batch.ms / len(batch.matrices)
-        least[key] = min(share, least.get(key, share))
-    least.update((row.key, min(row.ms)) for row in plan.prices if row.key in least)
-    return least
+    # Without prices: a batch is rarely cheaper alone than its share in a larger one.
+    shares = [(b.ms / len(b.matrices), _key_of(plan, b)) for b in plan.batches]
+    least = {key: share for share, key in sorted(shares, reverse=True)}
+    return least | {row.key: min(row.ms) for row in plan.prices if row.key in least}
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
@@ -401,11 +386,13 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
         same[work].append(ms)
     # The time of each rank if it were as fast as the mean of those that do the same work.
     alike = [sum(same[work]) / len(same[work]) for work in works]
-    loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
+    loads, alike_loads = (
+        tuple(m + f for m, f in zip(ms, fixed, strict=True)) for ms in (measured_ms, alike)
+    )
     makespan = max(loads)
     busiest = loads.index(makespan)
     best = max(sum(loads) / world, _measured_floor(plan, predicted, alike))
-    saving = max(0.0, max(m + f for m, f in zip(alike, fixed, strict=True)) - best)
+    saving = max(0.0, max(alike_loads) - best)
     return MeasuredBalance(
         loads_ms=loads,
         ratios=tuple(m / p if p else None for m, p in zip(measured_ms, predicted, strict=True)),
@@ -442,9 +429,6 @@ def _measured_floor(
     # Fixed loads were not measured: they count once, as they are.
     slowest = min([*speed.values(), 1.0] if any(fixed) else speed.values())
     return max(costliest + min(fixed, default=0.0), slowest * plan.lower_bound_ms)
-
-
-# ---- sentences ---------------------------------------------------------------------------
 
 
 def _named(name: str) -> str:
@@ -496,10 +480,8 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
     }
     if measured := report.measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
-        facts["measured"] = (
-            f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}, "
-            f"imbalance {measured.imbalance:.2%}{ratio}"
-        )
+        makespan = f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}"
+        facts["measured"] = f"{makespan}, imbalance {measured.imbalance:.2%}{ratio}"
         facts["verdict"] = _verdict(report, measured)
     return [(label, sentence) for label, sentence in facts.items() if sentence]
 
@@ -508,10 +490,8 @@ def _kernels_text(plan: OwnershipPlan) -> str:
     uses = _kernel_uses(plan)
     if [kernel for kernel, _, _ in uses] == [""]:
         return 'chosen by the fixed rule at run time: Muon.stats()["kernels"] names them'
-    return ", ".join(
-        f"{kernel or 'by the fixed rule'} {count_text(batches, 'batch', 'batches')}"
-        for kernel, batches, _ in uses
-    )
+    counts = [(kernel or "by the fixed rule", n) for kernel, n, _ in uses]
+    return ", ".join(f"{kernel} {count_text(n, 'batch', 'batches')}" for kernel, n in counts)
 
 
 def _bottleneck_text(report: LoadBalanceReport) -> str:
@@ -546,7 +526,7 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         )
     parts = []
     for s in report.shared:
-        some = ", ".join(_ranks_text(block) for block in s.blocks[:3])
+        some = ", ".join(map(_ranks_text, s.blocks[:3]))
         more = f" and {len(s.blocks) - 3} more blocks" if len(s.blocks) > 3 else ""
         rows = ", products of the short side split by rows" if s.split else ""
         parts.append(
@@ -555,9 +535,8 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         )
     if parts and plan.alone_ms is not None:
         saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
-        what = f"{'saves' if saved >= 0 else 'costs'} {abs(saved):.0%}"
-        alone = text(plan.alone_ms)
-        parts.append(f"with one owner per matrix the makespan is {alone} ms; sharing {what}")
+        what = f"sharing {'saves' if saved >= 0 else 'costs'} {abs(saved):.0%}"
+        parts.append(f"with one owner per matrix the makespan is {text(plan.alone_ms)} ms; {what}")
     return "; ".join(parts)
 
 
@@ -566,9 +545,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     >>> _ranks_text((4, 5, 6, 7)), _ranks_text((0, 2))
     ('ranks 4-7', 'ranks 0, 2')
     """
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    in_row = [*ranks] == [*range(ranks[0], ranks[-1] + 1)]
+    return f"ranks {ranks[0]}-{ranks[-1]}" if in_row else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _domains(plan: OwnershipPlan) -> Iterator[str]:
@@ -597,13 +575,10 @@ def _contention_text(report: LoadBalanceReport) -> str:
 
 def _memory_text(plan: OwnershipPlan) -> str:
     state, cap = plan.state_bytes, plan.limits.memory_bytes
+    sizes = {"min": min(state), "mean": sum(state) / len(state), "max": max(state), "cap": cap}
+    told = ", ".join(f"{what} {bytes_text(n)}" for what, n in sizes.items() if n is not None)
     held = not plan.layout.keeps_state_at_owners
-    return (
-        f"state per rank: min {bytes_text(min(state))}, "
-        f"mean {bytes_text(sum(state) / len(state))}, max {bytes_text(max(state))}"
-        + ("" if cap is None else f", cap {bytes_text(cap)}")
-        + (". It lies with the parameters, whoever owns a matrix" if held else "")
-    )
+    return f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
 
 
 def _parameters_text(plan: OwnershipPlan) -> str:
@@ -633,54 +608,45 @@ def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
     return text
 
 
-# ---- tables ------------------------------------------------------------------------------
-
-
 def _rank_table(report: LoadBalanceReport) -> Table:
     """Every rank, or the busiest and the idlest with the mean of all."""
     bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
     headings = ["rank", "matrices", "predicted ms", "to the bound", "state"]
     headings += ["measured ms", "ratio"] if measured else []
 
-    def row(name: str, matrices: str, ranks: Sequence[RankLoad], ratio: float | None) -> list[str]:
+    def row(name: str, matrices: str, ranks: Sequence[RankLoad]) -> list[str]:
         ms = sum(r.ms for r in ranks) / len(ranks)
         state = bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
         deviation = f"{ms / bound - 1:+.2%}" if bound else ""
         cells = [name, matrices, report.ms_text(ms), deviation, state]
         if measured:
             found = sum(measured.loads_ms[r.rank] for r in ranks) / len(ranks)
+            ratio = measured.ratios[ranks[0].rank] if len(ranks) == 1 else measured.ratio
             cells += [report.ms_text(found), "" if ratio is None else f"{ratio:.2f}"]
         return cells
 
-    def each(ranks: Sequence[RankLoad]) -> list[list[str]]:
-        ratios = measured.ratios if measured else (None,) * count
-        return [row(str(r.rank), str(r.matrices), [r], ratios[r.rank]) for r in ranks]
-
+    rows = [row(str(r.rank), str(r.matrices), [r]) for r in report.ranks]
     if count <= FOLD_ABOVE:
-        return Table("Ranks", headings, each(report.ranks))
-    by_load = sorted(report.ranks, key=lambda r: (-r.ms, r.rank))
+        return Table("Ranks", headings, rows)
+    by_load = [rows[r.rank] for r in _by_load(report)]
     more = [f"{count - 2 * SHOWN} more ranks"] + [""] * (len(headings) - 1)
-    matrices = f"{len(report.plan.owners) / count:.1f}"
-    mean = row("mean", matrices, report.ranks, measured.ratio if measured else None)
-    rows = [*each(by_load[:SHOWN]), more, *each(by_load[-SHOWN:]), mean]
-    return Table("Busiest and idlest ranks", headings, rows)
+    mean = row("mean", f"{len(report.plan.owners) / count:.1f}", report.ranks)
+    shown = [*by_load[:SHOWN], more, *by_load[-SHOWN:], mean]
+    return Table("Busiest and idlest ranks", headings, shown)
+
+
+def _by_load(report: LoadBalanceReport) -> list[RankLoad]:
+    return sorted(report.ranks, key=lambda r: (-r.ms, r.rank))
 
 
 def _shape_table(report: LoadBalanceReport) -> Table:
     text = report.ms_text
-    rows = [
-        [
-            f"{s.rows} x {s.cols}",
-            s.dtype,
-            str(s.count),
-            ", ".join(f"{size}" if n == 1 else f"{size} x{n}" for size, n in s.batches),
-            text(s.each_ms),
-            text(s.total_ms),
-            "" if s.single_ms is None else text(s.single_ms),
-            ", ".join(s.origins),
-        ]
-        for s in report.shapes[:_MOST_SHAPES]
-    ]
+    rows = []
+    for s in report.shapes[:_MOST_SHAPES]:
+        sizes = ", ".join(f"{size}" if n == 1 else f"{size} x{n}" for size, n in s.batches)
+        alone = "" if s.single_ms is None else text(s.single_ms)
+        cells = [f"{s.rows} x {s.cols}", s.dtype, str(s.count), sizes]
+        rows.append([*cells, text(s.each_ms), text(s.total_ms), alone, ", ".join(s.origins)])
     if more := report.shapes[_MOST_SHAPES:]:
         count, total = sum(s.count for s in more), text(sum(s.total_ms for s in more))
         rows.append([f"{len(more)} more shapes", "", str(count), "", "", total, "", ""])
@@ -707,9 +673,6 @@ def _parameter_table(plan: OwnershipPlan) -> Table:
     return Table("Parameters", headings, rows, ("parameter", "shape", "by", "why"), reasons=2)
 
 
-# ---- the page ----------------------------------------------------------------------------
-
-
 def _page(report: LoadBalanceReport) -> str:
     text, measured = report.ms_text, report.measured
     proven = "" if report.certificate.proven else ", not proven"
@@ -723,9 +686,8 @@ def _page(report: LoadBalanceReport) -> str:
     mesh = html.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
     pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", *mesh)]
     verdict = (_verdict(report, measured), measured.replan) if measured else None
-    return html.page(
-        _title(report.plan), tiles, _facts(report), verdict, pictures, report._tables()
-    )
+    title, facts, tables = _title(report.plan), _facts(report), report._tables()
+    return html.page(title, tiles, facts, verdict, pictures, tables)
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
@@ -735,8 +697,8 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     ranks, steps = report.ranks, html.MOST_SHOWN // 2 - 1
     many = len(ranks) > html.MOST_SHOWN
     if many:
-        by_load = sorted(ranks, key=lambda r: (-r.ms, r.rank))
-        ranks = tuple(by_load[i * (len(by_load) - 1) // steps] for i in range(steps + 1))
+        by_load = _by_load(report)
+        ranks = tuple(by_load[i * (len(ranks) - 1) // steps] for i in range(steps + 1))
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
     bars = []

@@ -41,8 +41,7 @@ dt { color: var(--dim); } dd { margin: 0; }
 figure { margin: 0; } svg { display: block; width: 100%; }
 svg text { fill: var(--fg); font: 12px system-ui, sans-serif; } svg .dim { fill: var(--dim); }
 svg .black { fill: #000; } svg .white { fill: #fff; } svg .line { stroke: var(--dim); }
-svg .less { fill: var(--less); } svg .more { fill: var(--more); } svg .none { fill: var(--line); }
-svg .measured { fill: var(--fg); }
+svg .less { fill: var(--less); } svg .more { fill: var(--more); } svg .measured { fill: var(--fg); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
 th { text-align: left; color: var(--dim); font-weight: 500; vertical-align: bottom; }
 th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
@@ -63,8 +62,7 @@ Bar = tuple[str, str, float | None, float | None]
 def loads_picture(bars: Sequence[Bar]) -> str:
     """The bars below each other; the bound is a vertical line.
 
-    The scale is that of the deviations, so that small ones can be seen.
-    """
+    The scale is that of the deviations, so that small ones can be seen."""
     known = [value for bar in bars for value in bar[2:] if value is not None]
     low, high = min([0.0, *known]), max([0.0, *known])
     per_unit = (_RIGHT - _LEFT) / ((high - low) or 1.0)
@@ -89,21 +87,19 @@ def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> t
     """The mesh as a grid of slots, coloured from the least load to the largest, and its caption.
 
     ``slots`` holds the ranks of each node. A mesh of more than `MOST_SHOWN` slots is folded: a
-    square is the busiest of several ranks.
-    """
-    world, columns = len(loads_ms), max(map(len, slots))
-    wide = max(1, -(-columns // 8)) if world > MOST_SHOWN else 1  # columns in a square
+    square is the busiest of several ranks."""
+    columns, is_folded = max(map(len, slots)), len(loads_ms) > MOST_SHOWN
+    wide = max(1, -(-columns // 8)) if is_folded else 1  # columns in a square
     squares_in_row = -(-columns // wide)
-    most_rows = max(1, MOST_SHOWN // squares_in_row)
-    tall = -(-len(slots) // most_rows) if world > MOST_SHOWN else 1  # nodes in a square
+    # Nodes in a square.
+    tall = -(-len(slots) // max(1, MOST_SHOWN // squares_in_row)) if is_folded else 1
     low, high = min(loads_ms), max(loads_ms)
-    lines = -(-squares_in_row // _LINE)
+    row_height = -(-squares_in_row // _LINE) * _SQUARE
     pitch = (100 - _NODE) / min(squares_in_row, _LINE)
-    parts = []
-    for row, first in enumerate(range(0, len(slots), tall)):
+    parts, top = [], 0
+    for first in range(0, len(slots), tall):
         nodes = slots[first : first + tall]
         last = first + len(nodes) - 1
-        top = row * lines * _SQUARE
         parts.append(_text(0, top + 19, f"node {first}" + f"-{last}" * (last > first), "dim"))
         for square in range(squares_in_row):
             ranks = [r for node in nodes for r in node[square * wide : (square + 1) * wide]]
@@ -119,8 +115,8 @@ def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> t
                 ink = "white" if share > 0.5 else "black"
                 parts.append(_text(x + pitch * 0.47, y + 19, str(ranks[0]), ink, "middle"))
             parts.append("</g>")
-    rows = -(-len(slots) // tall)
-    y = rows * lines * _SQUARE + 6
+        top += row_height
+    y = top + 6
     for step in range(11):  # the legend
         at = _NODE + step * (100 - _NODE) / 11
         parts.append(_rect(at, y, (100 - _NODE) / 11 + 0.2, 8, f'fill="{_colour(step / 10)}"'))
@@ -159,17 +155,14 @@ def page(
     tables: Iterable[Table],
 ) -> str:
     """The whole page. ``verdict`` is a sentence and whether it is a warning; ``pictures`` are
-    (heading, SVG, caption). All but the SVG is escaped here.
-    """
+    (heading, SVG, caption). All but the SVG is escaped here."""
     parts = [f"<h1>Load balance</h1><p class='dim'>{_escape(title)}</p><div class='tiles'>"]
     for label, value in tiles:
-        parts.append(
-            f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
-        )
+        cell = f"<b>{_escape(value)}</b><span>{_escape(label)}</span>"
+        parts.append(f'<div class="tile">{cell}</div>')
     parts.append("</div>")
     if verdict is not None:
-        css = "verdict warn" if verdict[1] else "verdict"
-        parts.append(f'<p class="{css}">{_escape(verdict[0])}</p>')
+        parts.append(f'<p class="verdict{" warn" * verdict[1]}">{_escape(verdict[0])}</p>')
     for heading, picture, caption in pictures:
         figure = f"<figure>{picture}<figcaption>{_escape(caption)}</figcaption></figure>"
         parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")
@@ -197,8 +190,7 @@ def _table(table: Table) -> str:
             made += f"<{tag}{c}>{cell.replace('.', '.<wbr/>') if 'name' in c else cell}</{tag}>"
         return f"<tr>{made}</tr>"
 
-    body = "".join(line("td", row) for row in table.rows)
-    return (
-        f'<section><h2>{_escape(table.title)}</h2><div class="scroll"><table><thead>'
-        f"{line('th', table.headings)}</thead><tbody>{body}</tbody></table></div></section>"
-    )
+    head, body = line("th", table.headings), "".join(line("td", row) for row in table.rows)
+    whole = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    title = f"<h2>{_escape(table.title)}</h2>"
+    return f'<section>{title}<div class="scroll">{whole}</div></section>'

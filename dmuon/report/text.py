@@ -31,8 +31,7 @@ class Table:
     """A heading and rows of text; ``left`` are the headings of columns that are no numbers.
 
     ``reasons``: so many of the last cells are alike in many rows. In a terminal rows are listed
-    below them, each with its first cell, a name, last, so that it stays in one piece.
-    """
+    below them, each with its first cell, a name, last, so that it stays in one piece."""
 
     title: str
     headings: Sequence[str]
@@ -79,13 +78,12 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
     >>> fold_names(f"h.{i}.e.{j}" for i in range(4) for j in range(8))
     [('h.{0..3}.e.{0..7}', 32)]
     """
-    alike: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+    alike: defaultdict[tuple[str, ...], dict[tuple[str, ...], int]] = defaultdict(dict)
     for name in names:
         parts = tuple(name.split("."))
-        alike[tuple("#" if part.isdecimal() else part for part in parts)].append(parts)
+        alike[tuple("#" if part.isdecimal() else part for part in parts)][parts] = 1
     folded = []
-    for shape, members in alike.items():
-        count = dict.fromkeys(members, 1)
+    for shape, count in alike.items():
         # From the innermost number outwards: what is equal so far may differ in this number.
         for at in reversed([i for i, part in enumerate(shape) if part == "#"]):
             equal: defaultdict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
@@ -100,10 +98,7 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _braces(numbers: Sequence[int]) -> str:
-    """
-    >>> _braces([4]), _braces([0, 1, 2, 7])
-    ('4', '{0..2,7}')
-    """
+    """A number alone as it is, several as {0..2,7}."""
     if len(numbers) == 1:
         return str(numbers[0])
     by_run = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
@@ -133,8 +128,7 @@ def _rich_list(table: Table) -> Text:
         below[": ".join(filter(None, row[-table.reasons :]))].append(row[: -table.reasons])
     columns = list(zip(*(row[1:] for rows in below.values() for row in rows), strict=True))
     widths = [max(map(len, column)) for column in columns]
-    found = Text(no_wrap=True, overflow="ignore")
-    found.append(table.title, "bold")
+    found = Text(no_wrap=True, overflow="ignore").append(table.title, "bold")
     for reason, rows in below.items():
         found.append(f"\n{reason}", "dim")
         for name, *cells in rows:
@@ -152,15 +146,13 @@ def _rich_table(table: Table) -> RichTable:
     return made
 
 
-def printed(*shown: RenderableType, width: int, plain: bool = True) -> str:
+def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> str:
     """Text of so many columns; unless ``plain``, as many as a terminal has, and in its colours."""
-    width_here = None if not plain and sys.stdout.isatty() else width
-    out = Console(
-        width=width_here, highlight=False, markup=False, color_system=None if plain else "auto"
-    )
+    here = None if not plain and sys.stdout.isatty() else width
+    colours: Any = None if plain else "auto"
+    out = Console(width=here, highlight=False, markup=False, color_system=colours)
     with out.capture() as capture:
-        for one in shown:
-            out.print(one, crop=False)
+        out.print(*shown, sep="\n", crop=False)
     return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))
 
 

@@ -35,16 +35,7 @@ from dataclasses import replace
 import numpy as np
 
 from dmuon.scheduler.plan import Dual, Proof
-from dmuon.scheduler.problem import (
-    Counts,
-    Frontier,
-    Ints,
-    Option,
-    Problem,
-    Shape,
-    density,
-    frontier,
-)
+from dmuon.scheduler.problem import Counts, Frontier, Ints, Option, Problem, Shape, frontier
 
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
@@ -83,28 +74,22 @@ class Holdings:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        dual: Dual,
-        limit: int,
-        real: bool = False,
-        work: int | None = None,
+        self, problem: Problem, dual: Dual, limit: int, real: bool = False, work: int | None = None
     ) -> None:
         self.problem, self.limit = problem, limit
         self.tables = _worth_tables(problem, dual)
         self.total = sum(int(table[-1]) for table in self.tables)
         options = [Option(k.ticks, w) for k, w in zip(problem.shapes, self.tables, strict=True)]
-        dense = [density(option, limit) for option in options]
+        dense = [option.density(limit) for option in options]
         self._dense = {
             c.allowed: max((d for d, yes in zip(dense, c.allowed, strict=True) if yes), default=0.0)
             for c in problem.classes
         }
         # Every owner must hold so much, if all others hold as much as density allows.
-        fluid = [self._fluid(c.allowed, limit - c.fixed) for c in problem.classes]
-        sizes = [c.size for c in problem.classes]
-        surplus = sum(n * most for n, most in zip(sizes, fluid, strict=True)) - self.total
+        fluid = [(c, self._fluid(c.allowed, limit - c.fixed)) for c in problem.classes]
+        surplus = sum(c.size * most for c, most in fluid) - self.total
         least: dict[tuple[bool, ...], int] = defaultdict(lambda: _MOST_WORTH)
-        for c, most in zip(problem.classes, fluid, strict=True):
+        for c, most in fluid:
             needed = most - surplus // c.size
             least[c.allowed] = max(min(needed, least[c.allowed]), -_MOST_WORTH)
         self.frontiers: dict[tuple[bool, ...], Frontier] = {}
@@ -120,9 +105,8 @@ class Holdings:
                 made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
             else:
                 made = frontier(
-                    mine, max(limit, 0), bounding=not real, least=least[allowed],
-                    max_work=share,
-                )  # fmt: skip
+                    mine, max(limit, 0), bounding=not real, least=least[allowed], max_work=share
+                )
             left -= made.work
             self.frontiers[allowed] = made
 
@@ -145,13 +129,8 @@ class Holdings:
 
     def most(self, limit: int) -> list[int]:
         """By class, an upper bound of what an owner holds that is busy for at most ``limit``."""
-        return [
-            min(
-                self.frontiers[c.allowed].best_value(limit - c.fixed),
-                self._fluid(c.allowed, limit - c.fixed),
-            )
-            for c in self.problem.classes
-        ]
+        free = [(c.allowed, limit - c.fixed) for c in self.problem.classes]
+        return [min(self.frontiers[k].best_value(left), self._fluid(k, left)) for k, left in free]
 
     def bound(self) -> int:
         """The least makespan up to the limit that is not ruled out."""
@@ -169,17 +148,11 @@ def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
         raise ValueError(f"{len(dual.values)} values for {len(problem.shapes)} shapes")
     if min(dual.works, default=0) < 0:
         raise ValueError("the value of work must be >= 0")
-    works = work_tables(problem)
-    most = sum(
-        abs(v) * shape.count + u * int(work[-1])
-        for v, u, shape, work in zip(dual.values, dual.works, problem.shapes, works, strict=True)
-    )
+    terms = list(zip(dual.values, dual.works, work_tables(problem), strict=True))
+    most = sum(abs(v) * (len(work) - 1) + u * int(work[-1]) for v, u, work in terms)
     if most >= _MOST_WORTH:
         raise ValueError(f"duals are too large to be checked: {most} of at most {_MOST_WORTH}")
-    return [
-        v * np.arange(shape.count + 1) + u * work
-        for v, u, shape, work in zip(dual.values, dual.works, problem.shapes, works, strict=True)
-    ]
+    return [v * np.arange(len(work)) + u * work for v, u, work in terms]
 
 
 def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
@@ -195,8 +168,7 @@ def certified(problem: Problem, proof: Proof, bound: int) -> int:
 
 
 def proven(problem: Problem, proof: Proof, limit: int) -> int:
-    """The makespan in ticks that a proof shows, at most ``limit``, computed anew; ValueError as
-    `Holdings`."""
+    """The makespan in ticks, at most ``limit``, that a proof shows; ValueError as `Holdings`."""
     simpler = relaxed(problem)
     bound = bound_of(simpler, proof.dual, limit)
     if bound <= proof.impossible < limit:
@@ -265,11 +237,8 @@ def relaxed(problem: Problem) -> Problem:
 
 def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A number for each shape and each class, equal for those that are alike: colour refinement."""
-    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    taken: list[list[int]] = [[] for _ in problem.shapes]
-    for c, some in enumerate(takes):
-        for s in some:
-            taken[s].append(c)
+    allowed = np.array([c.allowed for c in problem.classes])
+    takes, taken = ([np.flatnonzero(row).tolist() for row in of] for of in (allowed, allowed.T))
     shapes = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes])
     classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
     while True:
@@ -296,10 +265,7 @@ def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def cover(
-    problem: Problem,
-    limit: int,
-    dual: Dual | None = None,
-    most_work: int = _COVER_WORK,
+    problem: Problem, limit: int, dual: Dual | None = None, most_work: int = _COVER_WORK
 ) -> tuple[Counts | None, bool]:
     """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows.
 
@@ -338,12 +304,7 @@ class _Search:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        limit: int,
-        tables: Sequence[Ints],
-        holds: Sequence[int],
-        work: int,
+        self, problem: Problem, limit: int, tables: Sequence[Ints], holds: Sequence[int], work: int
     ) -> None:
         self.problem, self.limit, self.holds = problem, limit, holds
         self.work, self.complete = work, True
@@ -391,7 +352,7 @@ class _Search:
         free, least = self.limit - owner.fixed, self.holds[c] - self.surplus
         rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
         dense = [
-            density(Option(shape.ticks, most - most[0]), free) if yes else 0.0
+            Option(shape.ticks, most - most[0]).density(free) if yes else 0.0
             for shape, most, yes in zip(shapes, self.most, owner.allowed, strict=True)
         ]
         for s, shape in enumerate(shapes):
@@ -437,9 +398,13 @@ class _Search:
             size = max(_AT_ONCE // max(len(some), 1), 1)
             for start in range(0, len(rows) if len(some) else 0, size):
                 part = rows[start : start + size]
-                self.work -= len(part) * len(some) * states.shape[1]
-                left, index = self._children(states[part], patterns[some], held)
-                parts.append((left, part[index // len(some)], some[index % len(some)]))
+                # The rest of each state after each pattern, as far as other owners can hold it.
+                left = states[part][:, None] - patterns[some]
+                self.work -= left.size
+                fits = self.monotone or (left >= 0).all(2).ravel()
+                left = np.maximum(left, 0, out=left).reshape(-1, states.shape[1])
+                keep = np.flatnonzero(fits & (_total(self.left, left) <= held))
+                parts.append((left[keep], part[keep // len(some)], some[keep % len(some)]))
         left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
         strides = np.cumprod([1, *(self.problem.demand[:-1] + 1).tolist()], dtype=np.int64)
         _, once = np.unique(left @ strides, return_index=True)
@@ -447,17 +412,6 @@ class _Search:
         if len(order) > _MOST_STATES:
             order, self.complete = order[:_MOST_STATES], False
         return left[order], parent[order], pattern[order]
-
-    def _children(self, states: Ints, patterns: Ints, held: int) -> tuple[Ints, Ints]:
-        """The rest of each state after each pattern, as far as the other owners can hold it."""
-        left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
-        index: Ints = np.arange(len(left))
-        if not self.monotone:
-            index = np.flatnonzero((left >= 0).all(1))
-            left = left[index]
-        np.maximum(left, 0, out=left)
-        keep = np.flatnonzero(_total(self.left, left) <= held)
-        return left[keep], index[keep]
 
     def _found(self, steps: Sequence[tuple[int, Ints, Ints]]) -> tuple[Counts | None, bool]:
         counts, at = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64), 0

@@ -30,8 +30,7 @@ class Certificate:
     ``ok``: nothing that the plan claims is wrong. ``proven``: the lower bound was computed anew
     from the stored proof, up to the bound that the plan claims. ``findings`` are what is wrong or
     missing. ``shared_bound_ms``: no plan is faster, however it shares matrices; None where the plan
-    has no prices of sharing them, or where the lower bound is this.
-    """
+    has no prices of sharing them, or where the lower bound is this."""
 
     ok: bool
     proven: bool
@@ -82,32 +81,23 @@ def certify(plan: OwnershipPlan) -> Certificate:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
     matrices = ((m, plan.specs.parameters[m.parameter].shape) for m in plan.specs.matrices)
-    checks = (
-        wrong_batches,
-        _wrong_owners(plan),
-        (
-            f"{m.name} of {m.rows} x {m.cols} is no matrix of a parameter {list(shape)}"
-            for m, shape in matrices
-            if not m.fits(shape)
-        ),
-        _wrong_prices(plan),
-        _wrong_alternatives(plan, problem),
-        _wrong_claims(plan, problem, makespan, bound, shared_bound),
+    misfits = (
+        f"{m.name} of {m.rows} x {m.cols} is no matrix of a parameter {list(shape)}"
+        for m, shape in matrices
+        if not m.fits(shape)
     )
+    claims = _wrong_claims(plan, problem, makespan, bound, shared_bound)
+    alternatives = _wrong_alternatives(plan, problem)
+    checks = wrong_batches, _wrong_owners(plan), misfits, _wrong_prices(plan), alternatives, claims
     wrong = [finding for check in checks for finding in _short(check)]
     missing = []
     if plan.proof is None and not plan.has_co_owners:
         missing.append("the plan stores no proof of its lower bound")
     if plan.claim is None:
         missing.append("the plan does not say which makespan and fingerprint it was made with")
-    return Certificate(
-        not wrong,
-        not wrong and not missing,
-        problem.ms(makespan),
-        problem.ms(bound),
-        (*wrong, *missing),
-        problem.ms(shared_bound) if plan.shared_prices and not plan.has_co_owners else None,
-    )
+    ok, times = not wrong, (problem.ms(makespan), problem.ms(bound))
+    shared = problem.ms(shared_bound) if plan.shared_prices and not plan.has_co_owners else None
+    return Certificate(ok, ok and not missing, *times, (*wrong, *missing), shared)
 
 
 def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
@@ -135,14 +125,11 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
             continue
         for rank in batch.ranks:
             loads[rank] += problem.ticks(price[size - 1])
+        planned = f"{name} is planned with"
         if abs(problem.ticks(price[size - 1]) - problem.ticks(batch.ms)) > 1:
-            found.append(
-                f"{name} is planned with {batch.ms:.6g} ms; its price is {price[size - 1]:.6g} ms"
-            )
+            found.append(f"{planned} {batch.ms:.6g} ms; its price is {price[size - 1]:.6g} ms")
         if batch.kernel != kernel:
-            found.append(
-                f"{name} is planned with the kernel {batch.kernel!r}; its price is of {kernel!r}"
-            )
+            found.append(f"{planned} the kernel {batch.kernel!r}; its price is of {kernel!r}")
     return max(loads), found
 
 
@@ -152,11 +139,9 @@ def _wrong_claims(
     """False claims of the plan about its makespan, bound, status and contents."""
     has_proof = plan.proof is not None or plan.has_co_owners
     if has_proof and bound < problem.ticks(plan.lower_bound_ms):
-        what = "its prices" if plan.has_co_owners else "its duals"
-        yield (
-            f"the plan claims a lower bound of {plan.lower_bound_ms:.6g} ms; {what} prove "
-            f"{problem.ms(bound):.6g} ms"
-        )
+        what, proof = f"{plan.lower_bound_ms:.6g} ms", f"{problem.ms(bound):.6g} ms"
+        by = "prices" if plan.has_co_owners else "duals"
+        yield f"the plan claims a lower bound of {what}; its {by} prove {proof}"
     if has_proof and plan.status == "optimal" and bound < makespan:
         yield "the plan claims to be optimal, which its proof does not show"
     if (plan.status == "time_limit") != (plan.search.hit_time_limit and plan.status != "optimal"):
@@ -172,15 +157,11 @@ def _wrong_claims(
     if claim is None:
         return
     if abs(problem.ticks(claim.makespan_ms) - makespan) > len(plan.batches):
-        yield (
-            f"the plan was made with a makespan of {claim.makespan_ms:.6g} ms; its batches take "
-            f"{problem.ms(makespan):.6g} ms"
-        )
+        was, takes = f"a makespan of {claim.makespan_ms:.6g} ms", f"{problem.ms(makespan):.6g} ms"
+        yield f"the plan was made with {was}; its batches take {takes}"
     if claim.fingerprint != plan.fingerprint():
-        yield (
-            f"the plan was made with the fingerprint {claim.fingerprint}; its contents have "
-            f"{plan.fingerprint()}"
-        )
+        was, has = f"the fingerprint {claim.fingerprint}", plan.fingerprint()
+        yield f"the plan was made with {was}; its contents have {has}"
 
 
 def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
@@ -188,18 +169,13 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
     source = plan.cost_source
     known = ["analytic"] if source.startswith("analytic") else ORIGINS
     for row in plan.prices:
-        for origin in dict.fromkeys(row.origin):
-            if origin not in known:
-                rows, cols, _ = row.key
-                yield f"the prices of {rows} x {cols} say {origin!r}; the costs are {source!r}"
+        for origin in dict.fromkeys(o for o in row.origin if o not in known):
+            rows, cols, _ = row.key
+            yield f"the prices of {rows} x {cols} say {origin!r}; the costs are {source!r}"
     name, _, device = source.partition(":")
     if name == "analytic" and device in ANALYTIC_DEVICES:
         tables = [CostTable.analytic(device, momentum=m) for m in (True, False)]
-        given = [(row.key, b, ms) for row in plan.prices for b, ms in enumerate(row.ms, 1)]
-        if not any(
-            all(math.isclose(ms, t.batch_ms(key, b), rel_tol=1e-9) for key, b, ms in given)
-            for t in tables
-        ):
+        if not any(_are_prices(plan, table) for table in tables):
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
             yield f"the prices of co-owners are not those of {source!r}"
@@ -209,11 +185,20 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
+def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
+    return all(
+        math.isclose(ms, costs.batch_ms(row.key, size), rel_tol=1e-9)
+        for row in plan.prices
+        for size, ms in enumerate(row.ms, 1)
+    )
+
+
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
     right = shared_prices(plan, costs, most, UNLIMITED)
-    known = {(row.key, row.co_owners): row for row in right}
-    stored = {(row.key, row.co_owners): row for row in plan.shared_prices}
+    known, stored = (
+        {(row.key, row.co_owners): row for row in rows} for rows in (right, plan.shared_prices)
+    )
     return stored.keys() == known.keys() and all(
         row.split == known[name].split[: len(row.split)]
         and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(row.ms, known[name].ms))
@@ -225,8 +210,7 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
     """Wrong makespans of simpler solvers. In a plan by hand they are not checked."""
     if plan.claim is None or not plan.search.alternatives:
         return
-    order = launch_order([matrix.name for matrix in plan.specs.matrices])
-    found = baselines(problem, order)
+    found = baselines(problem, launch_order([matrix.name for matrix in plan.specs.matrices]))
     known = {name: problem.makespan(counts) for name, counts in found.items()}
     for name, ms in plan.search.alternatives:
         if name not in known or abs(problem.ticks(ms) - known[name]) > 1:
@@ -242,8 +226,7 @@ def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
         size = len(batch.co_owners)
         if size and batch.co_owners not in blocks(domain, size):
             yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
-    for batch in plan.batches if domains else ():
-        for i in batch.matrices:
+        for i in batch.matrices if domains else ():
             for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:
                 yield f"rank {rank} may not own {plan.specs.matrices[i].name}"
     for rank, stored in enumerate(plan.state_bytes):

@@ -116,20 +116,15 @@ class CoOwners:
             for s in range(len(problem.shapes))
         ]
         self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
-        self._work = [
-            [
-                (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
-                for k, price in ((k, self._price[s, k]) for k in sizes)
-            ]
-            for s, sizes in enumerate(self.sizes)
-        ]
+        self._work: list[list[tuple[int, int]]] = [[] for _ in problem.shapes]
+        for (s, k), price in self._price.items():
+            work = min(k * t * self._unit // b for b, t in enumerate(price, 1))
+            self._work[s].append((min(price), work))
         self._is_halved = self._are_halved()
 
     def _ticks(self, s: int, k: int) -> Ints:
         """`Shape.ticks` with k co-owners."""
         return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
-
-    # ---- what to share -------------------------------------------------------------------
 
     def fit(self, limit: int, only: int | None = None) -> Sharing | None:
         """A way to do everything within a makespan; None where none is found. ``only``: this number
@@ -177,8 +172,6 @@ class CoOwners:
             low, best = (middle + 1, best) if found is None else (low, found)
         return best
 
-    # ---- what no way gets below ------------------------------------------------------------
-
     def bound(self, makespan: int) -> int:
         """A lower bound in ticks for every plan, whatever it shares, of at most ``makespan``. It is
         exact to one part in `_EXACT`. A makespan is possible if
@@ -221,16 +214,15 @@ class CoOwners:
         each half of which is a block of half the size, and so on."""
         blocks = {k: found for (_, k), found in self._blocks.items()}
         most = max(blocks, default=0)
-        halves = (
-            blocks.get(k // 2) == [half for b in found for half in (b[: k // 2], b[k // 2 :])]
-            for k, found in blocks.items()
-            if k > 1
-        )
+
+        def halves(k: int) -> list[Block]:
+            return [half for b in blocks[k] for half in (b[: k // 2], b[k // 2 :])]
+
         return (
             most > 0
-            and all(found == blocks[k] for (_, k), found in self._blocks.items())
             and len(blocks[most]) * most == self.problem.world
-            and all(halves)
+            and all(found == blocks[k] for (_, k), found in self._blocks.items())
+            and all(k == 1 or blocks.get(k // 2) == halves(k) for k in blocks)
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
@@ -287,20 +279,23 @@ def shared_prices(
     return tuple(found)
 
 
+def _shared(plan: OwnershipPlan) -> list[MatrixSpec]:
+    """The matrices that co-owners may have."""
+    free = [m for i, m in enumerate(plan.specs.matrices) if not plan.limits.is_forced(i)]
+    return [matrix for matrix in free if can_be_shared(plan.specs, matrix)]
+
+
 def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
-    counts = Counter(
-        matrix.key for i, matrix in enumerate(plan.specs.matrices)
-        if not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
-    )  # fmt: skip
+    counts = Counter(matrix.key for matrix in _shared(plan))
     domains, blocks_in_domain = range(len(plan.limits.domains)) or (-1,), blocks_in(plan)
     found = {}
     for k in SIZES:
         blocks = [block for domain in domains for block in blocks_in_domain(domain, k)]
-        for key, count in sorted(counts.items()) if blocks else ():
+        for key in sorted(counts) if blocks else ():
             if max(key[:2]) >= k:
-                found[key, k] = count, blocks
+                found[key, k] = counts[key], blocks
     return found
 
 
@@ -318,9 +313,8 @@ def check_size(plan: OwnershipPlan, size: int) -> None:
             f"co_owners={size}, but there are only {world} ranks to share a matrix: use fewer, or "
             "co_owners='auto'"
         )
-    for i, matrix in enumerate(plan.specs.matrices):
-        is_shared = not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
-        if is_shared and size > max(matrix.shape):
+    for matrix in _shared(plan):
+        if size > max(matrix.shape):
             raise PlanError(
                 f"co_owners={size} is more than matrix {matrix.name!r} of {matrix.rows} x "
                 f"{matrix.cols} has columns to share: use a smaller number, or co_owners='auto', "

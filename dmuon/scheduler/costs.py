@@ -25,15 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from dmuon.scheduler.json_files import (
-    cut,
-    decode_fields,
-    different,
-    parse,
-    read_text,
-    sha256,
-    write_text,
-)
+from dmuon.scheduler import json_files
+from dmuon.scheduler.json_files import cut, decode_fields, parse, sha256, write_text
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
@@ -108,6 +101,9 @@ ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
         "b200": AnalyticDevice(1.8e15, 6.9e12, 5e-6, 1024.0),
     }
 )
+
+
+_KNOWN = ", ".join(sorted(ANALYTIC_DEVICES))
 
 
 def analytic_class(device_type: str, device_name: str = "") -> str:
@@ -267,12 +263,9 @@ class CostTable:
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
         """The FLOP model of a device class (see `ANALYTIC_DEVICES`)."""
         if device not in ANALYTIC_DEVICES:
-            known = ", ".join(sorted(ANALYTIC_DEVICES))
-            raise PlanError(f"costs='analytic:{device}': unknown device class; known: {known}")
+            raise PlanError(f"costs='analytic:{device}': unknown device class; known: {_KNOWN}")
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
-
-    # ---- prices --------------------------------------------------------------------------
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
         """Milliseconds of one update of ``batch`` matrices; PlanError if it has no price."""
@@ -397,8 +390,6 @@ class CostTable:
             contention=newer.contention if newer.slices else self.contention,
         )
 
-    # ---- files ---------------------------------------------------------------------------
-
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal table."""
         return json.dumps(_data_of(self), indent=1)
@@ -413,14 +404,11 @@ class CostTable:
         """
         try:
             data = parse(text, _MOST_CHARACTERS)
+            form = data.get("format") if isinstance(data, dict) else type(data).__name__
+            if form != _FORMAT:
+                raise PlanError(f"found format {cut(repr(form))}, expected {_FORMAT!r}")
         except PlanError as error:
             raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
-        form = data.get("format") if isinstance(data, dict) else type(data).__name__
-        if form != _FORMAT:
-            raise PlanError(
-                f"{where} is no cost table: found format {cut(repr(form))}, expected {_FORMAT!r}; "
-                f"{_HOW} writes one"
-            )
         if data.get("version") != _VERSION:
             raise PlanError(
                 f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
@@ -486,10 +474,9 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
             f"there with {_HOW} and pass its path, or pass 'analytic:<device>'"
         )
     found = repr(costs) if isinstance(costs, str) else type(costs).__name__
-    known = ", ".join(sorted(ANALYTIC_DEVICES))
     raise PlanError(
         f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one of "
-        f"{known}, the path of a cost table (.json), or a CostTable"
+        f"{_KNOWN}, the path of a cost table (.json), or a CostTable"
     )
 
 
@@ -520,17 +507,15 @@ _SHARING = {  # where there are times of co-owners
 
 
 def _data_of(table: CostTable) -> dict[str, Any]:
+    def as_text(by_batch: Mapping[int, Any]) -> dict[str, Any]:
+        return {str(batch): value for batch, value in by_batch.items()}
+
     def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
-        return [
-            {"rows": m, "cols": n, "dtype": dtype}
-            | {name: {str(batch): value for batch, value in by_batch.items()}}
-            for (m, n, dtype), by_batch in sorted(of.items())
-        ]
+        names = "rows", "cols", "dtype", name
+        return [dict(zip(names, (*key, as_text(by)))) for key, by in sorted(of.items())]
 
     sharing = {
-        "slices": [
-            [*key, {str(b): ms for b, ms in by.items()}] for key, by in table.slices.items()
-        ],
+        "slices": [[*key, as_text(by)] for key, by in table.slices.items()],
         "links": [[k, link.latency_s, link.bandwidth] for k, link in table.links.items()],
         "ns_item": table.ns_item,
         "sum_item": table.sum_item,
@@ -551,7 +536,7 @@ def _data_of(table: CostTable) -> dict[str, Any]:
 
 def _read(path: str | os.PathLike[str], where: str) -> str:
     try:
-        return read_text(path, _MOST_CHARACTERS)
+        return json_files.read_text(path, _MOST_CHARACTERS)
     except (OSError, ValueError) as error:
         raise PlanError(f"{where} cannot be read ({error}); {_HOW} writes one") from error
 
@@ -578,7 +563,7 @@ def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, A
             if not _BATCH_SIZE.fullmatch(size):
                 raise PlanError(f"{name}: expected batch sizes such as '16', found {cut(size)!r}")
         found.append((tuple(key), {int(size): value for size, value in by_text.items()}))
-    different((key for key, _ in found), f"the shapes of {name}")
+    json_files.different((key for key, _ in found), f"the shapes of {name}")
     return dict(found)
 
 
@@ -648,8 +633,7 @@ def read_cache(
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
     """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
 
-    Of two processes that write at the same moment the later one counts; what the other added is
-    measured again.
+    Of two processes that write at the same moment the later one counts; the other measures again.
     """
     path = cache_path(directory, key)
     try:
@@ -657,8 +641,7 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         old, _ = read_cache(directory, key)
-        merged = table if old is None else old.updated(table)
-        data = _data_of(merged) | {"key": asdict(key)}
+        data = _data_of(table if old is None else old.updated(table)) | {"key": asdict(key)}
         content = json.dumps(data | {"digest": sha256(data | {"digest": None})}, indent=1)
         write_text(path, content + "\n")
     except OSError as error:

@@ -48,9 +48,6 @@ MOST_WHOLE = 1 << 62
 MOST_MS = 1e15  # 30,000 years
 
 
-# ---- texts -------------------------------------------------------------------------------
-
-
 def read_text(path: str | os.PathLike[str], most: int = MOST_CHARACTERS) -> str:
     """The text of a file in UTF-8, of which no more than ``most`` bytes are read.
 
@@ -114,20 +111,12 @@ def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
     steps = map(_STEPS.__getitem__, outside.translate(None, _OTHERS))
     levels = max(accumulate(steps), default=0)
     if levels > _MOST_LEVELS:
-        raise PlanError(
-            f"found lists or objects nested {levels:,} deep, expected at most {_MOST_LEVELS}"
-        )
+        found = f"lists or objects nested {levels:,} deep"
+        raise PlanError(f"found {found}, expected at most {_MOST_LEVELS}")
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_finite,
-            parse_constant=_finite,
-        )
-    except PlanError:
-        raise
-    except ValueError as error:
+        how: Any = {"parse_int": _integer, "parse_float": _finite, "parse_constant": _finite}
+        return json.loads(text, object_pairs_hook=_object, **how)
+    except json.JSONDecodeError as error:
         raise PlanError(f"expected JSON, found {_shown(text)} ({error})") from error
 
 
@@ -146,8 +135,7 @@ def _integer(digits: str) -> int:
 
 
 def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
+    if not math.isfinite(value := float(digits)):
         shown = digits[:_MOST_DIGITS]
         raise PlanError(f"found a number that is infinite or NaN ({shown}), expected a finite one")
     return value
@@ -155,11 +143,7 @@ def _finite(digits: str) -> float:
 
 def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> str:
     """The hash of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
-    text = json.dumps(data, sort_keys=True, default=default)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-# ---- values ------------------------------------------------------------------------------
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=default).encode()).hexdigest()
 
 
 def decode(hint: Any, data: Any, at: str = "") -> Any:
@@ -185,10 +169,9 @@ def decode(hint: Any, data: Any, at: str = "") -> Any:
             _refuse(at, data, f"a text of at most {_MOST_TEXT:,} characters")
         if not data.isascii() and _SURROGATE.search(data):
             _refuse(at, data, "characters that can be printed")
-        return data
-    if hint is bool:
-        if not isinstance(data, bool):
-            _refuse(at, data, "true or false")
+    if hint is bool and not isinstance(data, bool):
+        _refuse(at, data, "true or false")
+    if hint in (str, bool):
         return data
     if origin is tuple:
         return _tuple(parts, data, at)
@@ -201,11 +184,9 @@ def decode(hint: Any, data: Any, at: str = "") -> Any:
         return members[data]
     hints = _hints(hint)
     if isinstance(data, list):
-        if len(data) != len(hints):
-            _refuse(at, data, f"a list of {len(hints)} entries")
-        values = [decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(hints.values(), data))]
+        values = _tuple(tuple(hints.values()), data, at)
     else:
-        values = list(decode_fields(hints, data, at).values())
+        values = tuple(decode_fields(hints, data, at).values())
     try:
         return hint(*values)
     except ValueError as error:
@@ -234,15 +215,15 @@ def _record(data: Any, at: str) -> Iterable[tuple[str, Any]]:
 
 
 def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
+    """A list with an entry for each of ``parts``, or with any number of the first: ``int, ...``."""
     if not isinstance(data, list):
         _refuse(at, data, "a list")
-    if parts[-1] is not ...:
-        if len(data) != len(parts):
-            _refuse(at, data, f"a list of {len(parts)} entries")
-    elif parts[0] is int and all(type(value) is int and 0 <= value <= MOST_WHOLE for value in data):
-        return tuple(data)  # millions, in large plans
-    else:
+    if ... in parts:
+        if parts[0] is int and all(type(n) is int and 0 <= n <= MOST_WHOLE for n in data):
+            return tuple(data)  # millions, in large plans
         parts = parts[:1] * len(data)
+    if len(data) != len(parts):
+        _refuse(at, data, f"a list of {len(parts)} entries")
     return tuple(decode(parts[i], value, f"{at}[{i}]") for i, value in enumerate(data))
 
 

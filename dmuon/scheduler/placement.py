@@ -9,13 +9,10 @@ give different owners to matrices that travel at the same time::
     separate     two matrices of a shape change places where a layer has an owner twice
     choice       the better of the two, by repeated owners in layers, then by `contention`
 
-A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
-that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
-its position in the owner order, a shape's owners take turns, and among the next few turns the owner
-that meets the fewest matrices on their way takes the matrix::
-
-    shape k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
-    turns      0 4 1 2 4 3 0 4 1 2 4 3
+A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`), so owners
+that take the same fill one stretch. Handing out, an owner is its position in the owner order, a
+shape's owners take turns, and among the next few the one that meets the fewest matrices on their
+way takes the matrix.
 """
 
 from __future__ import annotations
@@ -28,11 +25,13 @@ from functools import partial
 
 from dmuon.scheduler.topology import Topology
 
+_Matrix = tuple[int, str]  # shape and layer
 _Pattern = tuple[tuple[int, int], ...]  # (shape, how many), ascending: what one owner takes
 
 _SEEN = 24  # turns that one matrix chooses from
 _PARTNERS_SEEN = 512  # matrices that one exchange chooses from
 _COPY = re.compile(r" \(copy [0-9]+ of [0-9]+\)$")
+_LAYER = re.compile(r"(?:[^.]*\.)*?[0-9]+(?=\.|\Z)")  # parts up to the first number
 
 
 def place(
@@ -44,28 +43,24 @@ def place(
 ) -> list[int]:
     """The owner of each matrix, given how many of each shape every owner takes.
 
-    Depends on nothing but its input, and not on how ``counts`` are arranged inside a group of
-    ``interchangeable`` ranks.
+    It does not depend on how ``counts`` are arranged inside a group of ``interchangeable`` ranks.
 
     Args:
         shapes: the shape of each matrix, matrices in the order in which they are launched.
         layers: the layer of each matrix, "" for none. That a layer's matrices have different
-            owners is a goal, not a promise; it is met best where a layer's matrices follow each
-            other.
+            owners is a goal, met best where they follow each other, not a promise.
         counts: for each rank, shape -> how many of that shape it takes.
         interchangeable: groups of ranks that may exchange their counts.
-        topology: where the ranks are, so that owners evade nodes and columns of the matrices just
-            handed out.
+        topology: where the ranks are; owners evade nodes and columns of the matrices before.
     """
     order = topology.owner_order()
-    shared = _share_out(counts, interchangeable, order)
-    patterns = [shared[rank] for rank in order]
-    # Where owners take alike, nothing is better than the owner order; where not, to evade.
-    handed = _hand_out(shapes, layers, patterns, order, topology)
+    patterns = _share_out(counts, interchangeable, order)
+    matrices = list(zip(shapes, layers, strict=True))
     placed = []
-    for positions in (_in_order(shapes, layers, patterns), handed):
+    # Where owners take alike, nothing is better than the owner order; where not, to evade.
+    for positions in (_in_order(matrices, patterns), _hand_out(matrices, patterns, topology)):
         if positions is not None:
-            _separate(shapes, layers, positions)
+            _separate(matrices, positions)
             placed.append([order[position] for position in positions])
 
     def judged(owners: Sequence[int]) -> tuple[int, float]:
@@ -77,39 +72,28 @@ def place(
 
 
 def _share_out(
-    counts: Sequence[Mapping[int, int]],
-    interchangeable: Sequence[Sequence[int]],
-    order: Sequence[int],
+    counts: Sequence[Mapping[int, int]], groups: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[_Pattern]:
-    """The pattern of each rank: a group's go along the owner order, most matrices first, so that
-    like patterns fill one stretch. In turn, they could put every second owner in half of the
-    columns."""
+    """The patterns in the owner order: a group's go along it, most matrices first, so that like
+    patterns fill one stretch. In turn, they could put every second owner in half of the columns."""
     shared = [tuple(sorted((shape, n) for shape, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
-    for group in interchangeable:
+    for group in groups:
         patterns = sorted((shared[r] for r in group), key=lambda p: (-sum(n for _, n in p), p))
         for rank, pattern in zip(sorted(group, key=position.__getitem__), patterns, strict=True):
             shared[rank] = pattern
-    return shared
-
-
-# ---- handing out -------------------------------------------------------------------------
+    return [shared[rank] for rank in order]
 
 
 def _hand_out(
-    shapes: Sequence[int],
-    layers: Sequence[str],
-    patterns: Sequence[_Pattern],
-    order: Sequence[int],
-    topology: Topology,
+    matrices: Sequence[_Matrix], patterns: Sequence[_Pattern], topology: Topology
 ) -> list[int]:
     """The position of each matrix's owner; ``patterns`` are those of the positions."""
-    turns = _turns(patterns)
-    slots = _slots(topology)
-    places = [slots[rank] for rank in order]
+    turns, slots = _turns(patterns), _slots(topology)
+    places = [slots[rank] for rank in topology.owner_order()]
     window = topology.columns - 1  # so many travel at once
     on_node, on_column = [0] * topology.nodes, [0] * topology.columns
-    last_use = [-1] * len(order)
+    last_use = [-1] * len(places)
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
 
@@ -120,7 +104,7 @@ def _hand_out(
         crowd = on_node[node] + 2 * min(on_column[column], 2)
         return position in used, crowd, last_use[position]
 
-    for now, (shape, layer) in enumerate(zip(shapes, layers, strict=True)):
+    for now, (shape, layer) in enumerate(matrices):
         used = in_layer[layer] if layer else set()
         waiting = turns[shape]
         at = min(range(min(len(waiting), _SEEN)), key=partial(cost, waiting))
@@ -136,15 +120,13 @@ def _hand_out(
     return handed
 
 
-def _in_order(
-    shapes: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
-) -> list[int] | None:
+def _in_order(matrices: Sequence[_Matrix], patterns: Sequence[_Pattern]) -> list[int] | None:
     """The positions in the owner order; None where owners do not take alike."""
     left = [dict(pattern) for pattern in patterns]
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
-    at = 0
-    for shape, layer in zip(shapes, layers, strict=True):
+    for shape, layer in matrices:
+        at = handed[-1] + 1 if handed else 0
         used = in_layer[layer] if layer else set()
         near = ((at + step) % len(left) for step in range(min(_SEEN, len(left))))
         found = next((p for p in near if left[p].get(shape) and p not in used), None)
@@ -153,7 +135,6 @@ def _in_order(
         left[found][shape] -= 1
         used.add(found)
         handed.append(found)
-        at = found + 1
     return handed
 
 
@@ -171,11 +152,9 @@ def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
     return {shape: [p for _, p in sorted(found, reverse=True)] for shape, found in turns.items()}
 
 
-# ---- the repair --------------------------------------------------------------------------
-
-
-def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
+def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
     """Exchange, in place, two matrices of a shape where a layer has an owner twice."""
+    layers = [layer for _, layer in matrices]
     held = Counter(zip(layers, positions, strict=True))
     owners = Counter(layer for layer, _ in held)  # how many each layer has
     most = {layer: min(n, len(set(positions))) for layer, n in Counter(layers).items()}
@@ -189,7 +168,7 @@ def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]
         positions[i] = position
 
     members: defaultdict[int, list[int]] = defaultdict(list)
-    for i, shape in enumerate(shapes):
+    for i, (shape, _) in enumerate(matrices):
         members[shape].append(i)
     for same in members.values():
         for at, i in enumerate(same):
@@ -208,16 +187,12 @@ def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]
                     break
 
 
-# ---- contention --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Contention:
     """How many of ``window`` consecutive matrices have owners on one node, or in one column.
 
     Of each window counts the most crowded node or column; ``max`` and ``mean`` are over all
-    windows. Fewer is better; 1 means that no two ever meet.
-    """
+    windows. Fewer is better; 1 means that no two ever meet."""
 
     window: int
     node_max: int
@@ -229,15 +204,12 @@ class Contention:
 def contention(owners: Sequence[int], topology: Topology) -> Contention:
     """How the owners of consecutive matrices, in launch order, share nodes and columns.
 
-    As many matrices as there are columns are in flight; if there are fewer, all of them.
-    """
+    As many matrices as there are columns are in flight; if there are fewer, all of them."""
     window = min(topology.columns, len(owners))
     slot = _slots(topology)
-    node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
-    count = max(len(node), 1)
-    return Contention(
-        window, max(node, default=0), sum(node) / count, max(column, default=0), sum(column) / count
-    )
+    node, column = (_crowds([slot[o][axis] for o in owners], window) or [0] for axis in (0, 1))
+    means = sum(node) / len(node), sum(column) / len(column)
+    return Contention(window, max(node), means[0], max(column), means[1])
 
 
 def _slots(topology: Topology) -> dict[int, tuple[int, int]]:
@@ -266,9 +238,6 @@ def _crowds(places: Sequence[int], window: int) -> list[int]:
     return crowds
 
 
-# ---- names -------------------------------------------------------------------------------
-
-
 def layer_of(name: str) -> str:
     """The layer that a parameter or matrix belongs to: its name up to the first number.
 
@@ -281,11 +250,8 @@ def layer_of(name: str) -> str:
     >>> layer_of("lm_head.weight")
     ''
     """
-    parts = _COPY.sub("", name).partition("#")[0].split(".")
-    for i, part in enumerate(parts):
-        if part.isascii() and part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ""
+    found = _LAYER.match(_COPY.sub("", name).partition("#")[0])
+    return found[0] if found else ""
 
 
 def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:

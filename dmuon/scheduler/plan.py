@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -183,8 +183,7 @@ class OwnershipPlan:
         different((price.key for price in self.prices), "the shapes in prices")
         different(((p.key, p.co_owners) for p in self.shared_prices), "those in shared_prices")
         if self.status not in STATUSES:
-            known = ", ".join(STATUSES)
-            raise PlanError(f"status: expected one of {known}, found {self.status!r}")
+            raise PlanError(f"status: expected one of {', '.join(STATUSES)}, found {self.status!r}")
         missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
         if missing and self.prices:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
@@ -257,7 +256,7 @@ class OwnershipPlan:
 
     def to_json(self) -> str:
         """One JSON object, with a digest of it; `from_json` gives an equal plan."""
-        data = {"format": FORMAT_VERSION} | _plain(self)
+        data = {"format": FORMAT_VERSION} | _plain(self) | {"search": _plain(self.search)}
         return json.dumps({"digest": digest(data)} | data, default=_plain)
 
     @classmethod
@@ -287,8 +286,6 @@ class OwnershipPlan:
 def digest(data: dict[str, Any]) -> str:
     """A digest of everything else in a saved plan, except the time that planning took."""
     search = data.get("search")
-    if isinstance(search, Search):
-        search = _plain(search)
     if isinstance(search, dict):
         search = search | {"seconds": None}
     return sha256(data | {"digest": None, "search": search}, _plain)
@@ -319,8 +316,7 @@ def fitted_plan(
         raise PlanError(
             f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
         )
-    old = {p.name: p for p in plan.specs.parameters}
-    new = {p.name: p for p in specs.parameters}
+    old, new = ({p.name: p for p in of.parameters} for of in (plan.specs, specs))
     found = _misfits(plan.topology, topology, old, new)
     number = {key: i for i, key in enumerate(_keys(specs))}
     keys = _keys(plan.specs)
@@ -329,11 +325,10 @@ def fitted_plan(
     if found:
         more = f" (+{len(found) - 12} more)" if len(found) > 12 else ""
         raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
-    place = [number[key] for key in keys]
-    old_limits = plan.limits
+    place, limits = [number[key] for key in keys], plan.limits
     domains, sizes = (
         tuple(values[i] for i in sorted(range(len(values)), key=place.__getitem__))
-        for values in (old_limits.domain_of, old_limits.matrix_bytes)
+        for values in (limits.domain_of, limits.matrix_bytes)
     )
     fitted = replace(
         plan,
@@ -344,19 +339,15 @@ def fitted_plan(
         batches=tuple(
             replace(b, matrices=tuple(place[i] for i in b.matrices)) for b in plan.batches
         ),
-        limits=replace(old_limits, domain_of=domains, matrix_bytes=sizes),
+        limits=replace(limits, domain_of=domains, matrix_bytes=sizes),
     )
-    claim = plan.claim
-    if claim is not None and claim.fingerprint == plan.fingerprint():
+    if (claim := plan.claim) is not None and claim.fingerprint == plan.fingerprint():
         fitted = replace(fitted, claim=replace(claim, fingerprint=fitted.fingerprint()))
     return fitted
 
 
 def _misfits(
-    before: Topology,
-    now: Topology,
-    old: Mapping[str, ParameterSpec],
-    new: Mapping[str, ParameterSpec],
+    before: Topology, now: Topology, old: dict[str, ParameterSpec], new: dict[str, ParameterSpec]
 ) -> list[str]:
     """How the mesh and the parameters of a saved plan, by name, differ from those of now."""
     found: list[str] = []

@@ -45,8 +45,7 @@ def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
     every size is tried for the first batch. Ties go to the smaller batch: less memory, and more
-    that can travel meanwhile. Kept, because under expert parallelism hundreds of shapes have equal
-    prices and counts.
+    that can travel meanwhile. Kept, because hundreds of experts have equal prices and counts.
     """
     prices = np.array(price, np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
@@ -138,10 +137,9 @@ class Problem:
 
     @cached_property
     def class_of(self) -> Ints:
-        numbers = np.zeros(self.world, np.int64)
-        for number, c in enumerate(self.classes):
-            numbers[list(c.ranks)] = number
-        return numbers
+        """The class of each rank."""
+        number = {rank: n for n, c in enumerate(self.classes) for rank in c.ranks}
+        return np.array([number[rank] for rank in range(self.world)], np.int64)
 
     @cached_property
     def fixed(self) -> Ints:
@@ -189,8 +187,7 @@ class Problem:
                 mine, first = range(first, first + len(some)), first + len(some)
                 allowed = tuple(c.allowed[s] for s in chosen)
                 classes.append(replace(c, ranks=tuple(mine), allowed=allowed))
-        part = replace(self, shapes=shapes, classes=tuple(classes), forced=())
-        return part, numbers, chosen
+        return replace(self, shapes=shapes, classes=tuple(classes), forced=()), numbers, chosen
 
 
 def build_problem(
@@ -277,9 +274,8 @@ def _classes(
     busy: Sequence[int] | Ints,
 ) -> tuple[OwnerClass, ...]:
     """Ranks with equal fixed load, room and domains together, in order of their first rank."""
-    fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
-    for rank, more in enumerate(busy):
-        fixed[rank] += int(more)
+    more = busy if len(busy) else [0] * world
+    fixed = [round(limits.fixed_ms_of(rank) * scale) + int(more[rank]) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for rank, shape in forced:
         fixed[rank] += int(shape.ticks[-1])
@@ -294,8 +290,8 @@ def _classes(
         room = UNLIMITED
         if limits.memory_bytes is not None:
             room = min(limits.memory_bytes - stored[rank], UNLIMITED)
-            if weightless and room >= 0:
-                room = UNLIMITED  # everything fits, so ranks need not differ
+        if weightless and room >= 0:
+            room = UNLIMITED  # everything fits, so ranks need not differ
         ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
     # Sets of domains are few, ranks are many.
     allowed = {mine: tuple(shape.domain in mine for shape in shapes) for _, _, mine in ranks}
@@ -317,6 +313,15 @@ class Option:
 
     cost: Ints
     value: Ints
+
+    def density(self, limit: int) -> float:
+        """The most value per unit of cost among choices within the limit, rounded up."""
+        within = np.flatnonzero(self.cost[1:] <= limit) + 1
+        cost, value = self.cost[within], self.value[within]
+        if (value[cost == 0] > 0).any():
+            return math.inf
+        some = cost > 0
+        return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,16 +375,6 @@ class Frontier:
         return np.array(taken[::-1], np.int64)
 
 
-def density(option: Option, limit: int) -> float:
-    """The most value per unit of cost among choices within the limit, rounded up."""
-    within = np.flatnonzero(option.cost[1:] <= limit) + 1
-    cost, value = option.cost[within], option.value[within]
-    if (value[cost == 0] > 0).any():
-        return math.inf
-    some = cost > 0
-    return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
-
-
 def frontier(
     options: Sequence[Option],
     limit: int,
@@ -398,7 +393,7 @@ def frontier(
     ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
     """
     points, exact, work = _NOTHING, True, 0
-    each = [density(option, limit) for option in options]
+    each = [option.density(limit) for option in options]
     later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
     densest = max(each, default=0.0)
     ahead: list[_Points] = []  # what the options from each on bring, made when it is needed

@@ -83,10 +83,6 @@ class _Use:
         return self.places[0][1]
 
     @property
-    def local(self) -> str:
-        return self.place.rpartition(".")[2]
-
-    @property
     def path(self) -> list[str]:
         """The names of the modules around it, but for numbers at the end (of `nn.Sequential`)."""
         path = self.place.split(".")[self.model.depth : -1]
@@ -122,9 +118,10 @@ class _Use:
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
         holds for all of its module, so that a square one is read as the others.
         """
-        if self.local == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
+        path, _, own = self.place.rpartition(".")
+        if own == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
             return True
-        beside, found = self.model.beside[self.place.rpartition(".")[0]], set()
+        beside, found = self.model.beside[path], set()
         for local, p in beside.items():
             biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
             bias = next((beside[name] for name in biases if name in beside), None)
@@ -173,12 +170,6 @@ class _Model:
                 head = head() if callable(head) else None
             if isinstance(head, nn.Module):
                 self.outputs |= {id(p) for p in head.parameters()}
-
-    @cached_property
-    def paths(self) -> set[str]:
-        """The names of all modules around parameters."""
-        parts = [path.split(".") for path in self.beside]
-        return {".".join(part[:i]) for part in parts for i in range(1, len(part) + 1)}
 
     @cached_property
     def vocabularies(self) -> dict[tuple[int, ...], str]:
@@ -252,9 +243,9 @@ def _depthwise(use: _Use) -> str | None:
 
 
 def _bare(use: _Use) -> str | None:
-    if any(_WEIGHT_NAME.fullmatch(name.rpartition(".")[2]) for _, name in use.places):
-        return None
-    return f"bare parameter {use.local!r} is not named as a weight"
+    names = [name.rpartition(".")[2] for _, name in use.places]
+    is_weight = any(map(_WEIGHT_NAME.fullmatch, names))
+    return None if is_weight else f"bare parameter {names[0]!r} is not named as a weight"
 
 
 def _vector(use: _Use) -> str | None:
@@ -274,8 +265,9 @@ def _first(use: _Use) -> str | None:
 
 def _router(use: _Use) -> str | None:
     path, model = use.path, use.model
-    beside = ".".join([*use.place.split(".")[: model.depth], *path[:-1], "experts"])
-    if "router" in path[-2:] or (path and path[-1] in _ROUTERS and beside in model.paths):
+    experts = ".".join([*use.place.split(".")[: model.depth], *path[:-1], "experts", ""])
+    beside = any(f"{module}.".startswith(experts) for module in model.beside)
+    if "router" in path[-2:] or (path and path[-1] in _ROUTERS and beside):
         return "router of a mixture of experts"
     return None
 
@@ -482,9 +474,6 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
     return made
 
 
-# ---- everything --------------------------------------------------------------------------
-
-
 def _check(uses: list[_Use], allow_meta: bool) -> None:
     """Refuse trainable parameters that nothing here can update."""
     first = next((use for use in uses if not use.parameter.is_meta), None)
@@ -656,16 +645,22 @@ def _check_settings(select: Select | None, settings: _Settings) -> None:
             )
 
 
+def no_matrix(parameters: Sequence[ParameterSpec]) -> SelectionError:
+    """The error where Muon has nothing to do."""
+    return SelectionError(
+        "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
+        + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
+        + ". Say what is one (select=lambda name, p: ..., in dmuon.Muon as dedicate={'select': "
+        "...}), or use torch.optim.AdamW"
+    )
+
+
 def _check_selected(
     parameters: list[ParameterSpec], matrices: list[MatrixSpec], settings: _Settings, used: set[str]
 ) -> None:
     """Raise SelectionError where there is no matrix, or a pattern that fits none."""
     if not matrices:
-        raise SelectionError(
-            "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
-            + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
-            + ". Pass select=lambda name, p: ... to choose, or use torch.optim.AdamW"
-        )
+        raise no_matrix(parameters)
     for setting, patterns in settings.items():
         for pattern in patterns:
             if pattern not in used:

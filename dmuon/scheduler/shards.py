@@ -75,7 +75,7 @@ class ShardMap:
     reports: tuple[RankShards, ...]
     copies: tuple[tuple[tuple[int, ...], ...], ...]
     holders: tuple[tuple[int, ...], ...]
-    _partners: dict[tuple[int, tuple[int, ...], int], list[tuple[int, tuple[int, ...]]]] = field(
+    _alike: dict[tuple[int, tuple[int, ...]], dict[Box, tuple[int, ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -130,15 +130,28 @@ class ShardMap:
         keys = {(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)}
         return {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in keys}
 
-    def partners(self, matrix: int, rank: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The other ranks that hold the same part of a matrix as ``rank``: (rank, replica)."""
-        parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
-        key = parameter, holders, rank
-        if key not in self._partners:
-            mine = self.shard(rank, parameter).box
-            shards = [(r, self.shard(r, parameter)) for r in holders if r != rank]
-            self._partners[key] = [(r, s.replica) for r, s in shards if s.box == mine]
-        return self._partners[key]
+    def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of a matrix as ``rank``, which holds some of it, itself
+        among them; in ascending order."""
+        parameter = self.specs.matrices[matrix].parameter
+        return self._by_box(matrix)[self.shard(rank, parameter).box]
+
+    def partner_sets(self) -> set[tuple[int, ...]]:
+        """All `partners` of matrices that are replicated."""
+        found: set[tuple[int, ...]] = set()
+        for i in filter(self.is_replicated, range(len(self.holders))):
+            found.update(ranks for box, ranks in self._by_box(i).items() if box.numel)
+        return found
+
+    def _by_box(self, matrix: int) -> dict[Box, tuple[int, ...]]:
+        """Who has which box of a matrix's parameter."""
+        key = parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
+        if key not in self._alike:
+            found: dict[Box, list[int]] = defaultdict(list)
+            for rank in holders:
+                found[self.shard(rank, parameter).box].append(rank)
+            self._alike[key] = {box: tuple(ranks) for box, ranks in found.items()}
+        return self._alike[key]
 
     @cached_property
     def _holder_sets(self) -> tuple[frozenset[int], ...]:

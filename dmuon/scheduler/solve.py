@@ -25,16 +25,10 @@ from typing import Any
 import numpy as np
 
 from dmuon.config import PlannerOptions
+from dmuon.scheduler import columns
 from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
 from dmuon.scheduler.co_owners import GAIN, Block, CoOwners, Sharing, check_size, shared_prices
-from dmuon.scheduler.columns import (
-    MOST_CLASSES,
-    MOST_SHAPES,
-    Budget,
-    Columns,
-    EngineError,
-    available_engines,
-)
+from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
@@ -116,9 +110,8 @@ def solve(
         plan = _with_co_owners(
             plan, problem, makespan, order, costs, solver, options, batch_numel, budget
         )
-    claim = Claim(plan.makespan_ms, plan.fingerprint())
     search = replace(plan.search, seconds=time.perf_counter() - begin)
-    return replace(plan, search=search, claim=claim)
+    return replace(plan, search=search, claim=Claim(plan.makespan_ms, plan.fingerprint()))
 
 
 def _outcome(
@@ -201,21 +194,22 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
     best = _closed(problem, plain, _FIRST_WORK, budget)
     notes: list[str] = []
     engine = ""
-    fits = len(problem.shapes) <= MOST_SHAPES and len(problem.classes) <= MOST_CLASSES
-    if best.bound < problem.makespan(best.counts) and fits:
+    few = len(problem.shapes) <= columns.MOST_SHAPES
+    few = few and len(problem.classes) <= columns.MOST_CLASSES
+    if best.bound < problem.makespan(best.counts) and few:
         engines = available_engines()
         if not engines:
             notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
         for name in engines:
-            columns = Columns(problem, name, budget, best.counts, best.bound, best.proof.dual)
+            search = Columns(problem, name, budget, best.counts, best.bound, best.proof.dual)
             try:
-                columns.climb()
-                columns.round()
+                search.climb()
+                search.round()
                 engine = name
             except EngineError as error:
                 notes.append(str(error))
-            proof = Proof(columns.dual) if columns.bound > best.bound else best.proof
-            best = replace(best, counts=columns.counts, bound=columns.bound, proof=proof)
+            proof = Proof(search.dual) if search.bound > best.bound else best.proof
+            best = replace(best, counts=search.counts, bound=search.bound, proof=proof)
             if engine:
                 break
         if best.bound < problem.makespan(best.counts):
@@ -342,8 +336,8 @@ def _with_co_owners(
     simple = baselines(remaining, order, spent=budget.spent)
     if "greedy" not in simple or remaining.makespan(simple["greedy"]) > sharing.makespan:
         column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
-        columns = [column[shape.key, shape.domain] for shape in remaining.shapes]
-        simple["greedy"] = sharing.alone[:, columns]
+        left = [column[shape.key, shape.domain] for shape in remaining.shapes]
+        simple["greedy"] = sharing.alone[:, left]
     found = SOLVERS[solver](remaining, simple, budget)
     found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
     outcome = _outcome(remaining, found, budget, plan.search.alternatives)
@@ -429,7 +423,7 @@ def _owners(
     specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
 ) -> dict[int, Block]:
     """Counts made concrete: consecutive matrices on different owners."""
-    owners = {i: rank for rank, shape in problem.forced for i in shape.members}
+    owners: dict[int, Block] = {i: (rank,) for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
     placed = place(
@@ -439,8 +433,7 @@ def _owners(
         [c.ranks for c in problem.classes],
         topology,
     )
-    owners |= zip(free, placed, strict=True)
-    return {i: (rank,) for i, rank in owners.items()}
+    return owners | {i: (rank,) for i, rank in zip(free, placed, strict=True)}
 
 
 def _batches(

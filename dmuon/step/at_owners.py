@@ -27,7 +27,6 @@ from dmuon.rule import (
     MOMENTUM,
     Hyper,
     follow_weights,
-    is_fused,
     operand_peaks,
     rounds_to,
     update_rms,
@@ -39,8 +38,6 @@ from dmuon.step.verdict import Verdict, VerdictMessage
 from dmuon.step.verify import Stored
 from dmuon.tensors import finite_marks, scale_all
 from dmuon.types import OwnershipError
-
-_COPIED_BYTES = 1 << 28
 
 
 class OwnerState:
@@ -292,8 +289,8 @@ class OwnersEngine(Engine):
         for lr, at in _by_rate(h, unit, where):
             scale_all(_some(rms, at), lr / h.lr if h.lr else 0.0)
             if masters:
-                kept = h.kept(self._verdict.bad)
-                rule.apply(_some(new[0], at), _some(payload, at), h, lr=lr, kept=kept)
+                stays = self._verdict.bad
+                rule.apply(_some(new[0], at), _some(payload, at), h, lr=lr, stays=stays)
         for stack, part in zip(masters, new, strict=True):
             if part is not stack:
                 set_rows(stack, where, part)
@@ -303,21 +300,11 @@ class OwnersEngine(Engine):
         self, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
     ) -> Tensor:
         """Advance momentum ``buffers``; the update, valid until the next call."""
-        h, rule, bad = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
+        h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
         call = self._call(unit, len(where))
-        operand, fused = self._kernels.operand(call), self._kernels.is_fused(call)
-        working, norms = self._dtypes[unit.matrices[0]][1], []
-        parts = [(buffers, gradients, operand)]
-        if bad is not None:  # the host does not know whether the step is taken
-            most = max(1, _COPIED_BYTES // buffers[0].nbytes)
-            parts = [*zip(*(stack.split(most) for stack in parts[0]), strict=True)]
-        for buffer, grad, out in parts:
-            before = None if bad is None else buffer.clone()
-            norms.append(rule.operand(buffer, grad, h, out=out, working=working, fused=fused))
-            if bad is not None and before is not None:
-                torch.where(bad, before, buffer, out=buffer)
-                out.masked_fill_(bad, 0.0)
-        self._norms.append(([unit.matrices[n] for n in where], norms))
+        operand, working = self._kernels.operand(call), self._dtypes[unit.matrices[0]][1]
+        norms = rule.operand(buffers, gradients, h, out=operand, working=working, stays=stays)
+        self._norms.append(([unit.matrices[n] for n in where], [norms]))
         return self._kernels.run(call, operand)
 
     def _apply(
@@ -326,12 +313,10 @@ class OwnersEngine(Engine):
         if self._has_master(self._runtime.plan.specs.matrices[unit.matrices[0]].dtype):
             torch._foreach_copy_(targets, payload)
             return
-        h, fused = self._hypers[unit.group], is_fused(unit.kernel, targets[0])
-        kept = h.kept(self._verdict.bad)
+        h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
         for lr, at in _by_rate(h, unit, where):
-            self._rules[unit.group].apply(
-                [targets[n] for n in at], [payload[n] for n in at], h, lr=lr, kept=kept, fused=fused
-            )
+            of = [targets[n] for n in at], [payload[n] for n in at]
+            rule.apply(*of, h, lr=lr, stays=stays)
 
     def update_others(self) -> None:
         self._update_adamw(self._grads, self._verdict)

@@ -24,6 +24,7 @@ from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import KernelOptions
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
 from dmuon.dtensors import copy_state, distributed_as, local_tensor, whole_tensor
+from dmuon.kernels.choice import Speeds
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule, is_exchange_step
@@ -58,7 +59,7 @@ class Settings:
     schedule: Schedule
     digest: HyperDigest
     ns_dtype: torch.dtype
-    backend: str  # for products, where neither the plan nor the options name one
+    speeds: Speeds  # of all ranks, where neither the plan nor the options name a kernel
     publish: str
     master_weights: bool
     block_lr_ratio: float | None
@@ -94,6 +95,7 @@ class Engine(ABC):
     ``optimizer`` is made at construction."""
 
     _message: VerdictMessage
+    _are_raw = False  # operands, see `tensors.are_raw`
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class Engine(ABC):
         self._optimizer = optimizer
         self._settings = settings
         self._kernels = Orthogonalizer(
-            runtime.device, settings.ns_dtype, options, backend=settings.backend
+            runtime.device, settings.ns_dtype, options, speeds=settings.speeds
         )
         runtime.one_by_one = options.is_fixed
         self._amp = Amp()
@@ -152,7 +154,8 @@ class Engine(ABC):
         """Newton-Schulz on a unit, or on ``count`` of its matrices."""
         group = self._groups[unit.group]
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-        return Call((count or len(unit.matrices), unit.rows, unit.cols), triples, unit.kernel)
+        shape = count or len(unit.matrices), unit.rows, unit.cols
+        return Call(shape, triples, unit.kernel, group["eps"] if self._are_raw else 1.0)
 
     # ---- a step --------------------------------------------------------------------------
 

@@ -13,16 +13,18 @@ A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by th
 any collective.
 
 Where the host cannot read from the device without waiting, every decision is a mask there: what is
-bad gets an operand of zeros, hence an update of zeros, and neither momentum nor decay.
+bad gets an operand of zeros, hence an update of zeros, and neither momentum nor decay. There no
+operand is kept: see `PassingOperands`.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -36,20 +38,22 @@ from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import SliceCall
-from dmuon.rule import MOMENTUM, merged_master, update_rms
+from dmuon.rule import MOMENTUM, Hyper, copy_all, list_kernels, merged_master, update_norms
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
-from dmuon.step.operands import BlockState, Operands, at, fill_scaled
+from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOperands, at
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
-from dmuon.tensors import into_range, scale_all
+from dmuon.tensors import are_raw, into_range, scale_all
 from dmuon.types import Layout, NewParameters, OwnershipError
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
 Gradients = Mapping[int, Tensor]  # local ones by parameter
+AnyOperands = Operands | PassingOperands
+Source = Tensor | range  # of an `Outlet`
 
 
 @dataclass(slots=True)
@@ -84,21 +88,54 @@ class _Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``turned`` [b] says
-    which slots hold the transpose (None: none of them), ``shape`` is that of whole matrices,
-    ``numbers`` [b] say where their norms are, which co-owners need.
+    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``shape`` is that of
+    whole matrices, ``numbers`` [b] say where their norms are, which co-owners need.
 
-    Of one that is made and applied here alone, ``parts`` are (first position, part, operands of the
-    part); ``lr_ratio`` is that of blocks in a block step.
+    Of one that is made and applied here alone, ``parts`` are (first position, part, its operands or
+    their positions); ``lr_ratio`` is that of blocks in a block step.
     """
 
     unit: Unit
     index: Tensor
-    turned: Tensor | None
     shape: tuple[int, int]
     numbers: Tensor
-    parts: Sequence[tuple[int, Part, Tensor]]
+    parts: Sequence[tuple[int, Part, Source]]
     lr_ratio: float
+
+
+class _Sizes:
+    """The norms of updates as they are made, and by what they become root mean squares: joined in
+    few launches once all are there."""
+
+    def __init__(self) -> None:
+        self._index: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._factors: list[float] = []
+
+    def note(self, stack: _Stack, update: Tensor, h: Hyper) -> None:
+        """Of the updates of a unit, which may be slices of them."""
+        (rows, cols), norms, turned = stack.shape, update_norms(update), [False]
+        plain, other = h.ratio(rows, cols), h.ratio(cols, rows)
+        if stack.unit.transposed and plain != other:
+            turned = [*map(stack.unit.holds_transpose, range(len(norms)))]
+        per = stack.lr_ratio / math.sqrt(rows * cols)
+        self._factors += (per * (other if is_turned else plain) for is_turned in turned)
+        self._norms += norms.split(1) if len(turned) > 1 else [norms]
+        self._index.append(stack.index)
+
+    def squares(self) -> Tensor | None:
+        """The mean squares in the order in which they were noted; of a slice its share. None of
+        nothing."""
+        if not self._norms:
+            return None
+        torch._foreach_mul_(self._norms, self._factors)
+        return torch.cat(self._norms).square_()
+
+    def spread(self, to: Tensor) -> None:
+        """The mean squares to where their matrices are in ``to``."""
+        squares = self.squares()
+        if squares is not None:
+            to.index_copy_(0, torch.cat(self._index), squares)
 
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:
@@ -115,15 +152,19 @@ class ParamsEngine(Engine):
         self._rank = runtime.transport.rank
         self._outcome = _Outcome()
         hooks = self._settings.publish == "async"
-        runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
-        self._check_variants()
         self._state = BlockState(
             runtime, self._optimizer, self._group_of, self._momentum_dtypes, masters
         )
+        ns_dtype, every = self._settings.ns_dtype, range(len(runtime.plan.specs.matrices))
+        dtypes = {ns_dtype, *(self._momentum_dtypes(i)[1] for i in every)}
+        self._are_raw = are_raw(dtypes, runtime.device)
+        # They leave from where they lie.
+        memory = partial(self._reserve, ns_dtype) if self._are_raw else None
+        runtime.bind(self._group_of, ns_dtype, hooks, memory)
+        runtime.bound().copy = copy_all
+        self._check_variants()
         self._bind_full_step()
         self._bind_block_step()
-        if not host_can_read(runtime.device):
-            self._operands.copies  # noqa: B018  made now, because every step needs them
         buckets = runtime.bound().buckets
         stacks = chain.from_iterable(bucket.stacks[bucket.shared :] for bucket in buckets)
         self._kernels.reserve(
@@ -134,6 +175,19 @@ class ParamsEngine(Engine):
         )
 
     # ---- once ----------------------------------------------------------------------------
+
+    def _reserve(self, dtype: torch.dtype, sent: int) -> Tensor:
+        """Make the workspace of all operands; the ``sent`` elements of those that travel."""
+        state = self._state
+        numel = sum(momentum.numel() for momentum in state.momentum)
+        if self._settings.schedule.always_full:
+            here = chain.from_iterable(unit.matrices for unit in self._local_units())
+            numel = sent + sum(state.momentum[state.block_of[i]].numel() for i in here)
+        return state.reserve(numel, dtype).narrow(0, 0, sent)
+
+    def _local_units(self) -> list[Unit]:
+        runtime = self._runtime
+        return [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
 
     def _check_variants(self) -> None:
         """OwnershipError where a variant would see less than whole matrices."""
@@ -160,23 +214,22 @@ class ParamsEngine(Engine):
         runtime, state = self._runtime, self._state
         buckets = runtime.bound().buckets
         sent = [b.route.blocks.matrices for b in buckets]
-        local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
+        local = self._local_units()
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
-        every = order if self._settings.schedule.always_full else order + others
-        state.reserve(every, self._settings.ns_dtype)
-        self._operands = operands = Operands(state, self._rules, order, others)
+        if self._keeps_operands and not (self._are_raw and buckets):
+            wide = reduce(torch.promote_types, state.working, self._settings.ns_dtype)
+            self._reserve(wide, sum(b.route.blocks.numel for b in buckets))
+        self._operands = operands = self._operands_in(order, others)
         blocks = [state.blocks[k] for k in operands.order]
         how = self._settings.schedule, self._settings.digest, self._group_of
         matrices, counts = [b.matrix for b in blocks], [b.counts for b in blocks]
         self._message = VerdictMessage(runtime, runtime.shards, *how, matrices, counts)
-        self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
+        self._outlets: list[list[Outlet]] = []  # by bucket
         self._arrivals: list[list[_Arrivals]] = []
         first = 0
         for bucket, matrices in zip(buckets, sent, strict=True):
-            runs = operands.runs(first, first + len(matrices))
-            views = bucket.send.split([flat.numel() for _, flat in runs])
-            self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
+            self._outlets.append(operands.outlets(first, first + len(matrices), bucket.send))
             first += len(matrices)
             self._arrivals.append(self._arrivals_of(bucket.updates))
         self._local = []
@@ -191,8 +244,16 @@ class ParamsEngine(Engine):
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
         self._owned = {u: self._stack(runtime.units[u]) for u in owned}
 
+    @property
+    def _keeps_operands(self) -> bool:
+        return host_can_read(self._state.device)
+
+    def _operands_in(self, order: Sequence[int], others: Sequence[int] = ()) -> AnyOperands:
+        kind = Operands if self._keeps_operands else PassingOperands
+        return kind(self._state, self._rules, order, others)
+
     def _stack(
-        self, unit: Unit, parts: Sequence[tuple[int, Part, Tensor]] = (), lr_ratio: float = 1.0
+        self, unit: Unit, parts: Sequence[tuple[int, Part, Source]] = (), lr_ratio: float = 1.0
     ) -> _Stack:
         device, matrices = self._runtime.device, self._runtime.plan.specs.matrices
         index = numbers = _index(unit.matrices, device)
@@ -200,8 +261,7 @@ class ParamsEngine(Engine):
         if unit.co_owners:
             shape = unit.rows, max(matrices[unit.matrices[0]].shape)
             numbers = self._message.numbers_of(unit.matrices)
-        turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
-        return _Stack(unit, index, turned, shape, numbers, parts, lr_ratio)
+        return _Stack(unit, index, shape, numbers, parts, lr_ratio)
 
     def _arrivals_of(self, updates: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
         """What arrives in these buffers, by param group, shape and dtype of the matrix."""
@@ -231,7 +291,7 @@ class ParamsEngine(Engine):
             form, shape = specs.matrices[b.matrix].form, tuple(state.momentum[k].shape)
             alike[b.group, b.is_whole, form, shape].append(k)
         order = [*chain.from_iterable(alike.values())]
-        self._block_operands = Operands(state, self._rules, order)
+        self._block_operands = self._operands_in(order)
         ratio = self._settings.block_lr_ratio
         for (group, is_whole, form, shape), equal in alike.items():
             # A matrix that is whole here always takes full steps.
@@ -357,55 +417,68 @@ class ParamsEngine(Engine):
         verdict = Verdict(True) if is_ahead else agreed()
         if verdict is None:
             return None
-        bad, scales = verdict.bad, operands.scales(norms, self._hypers)
-        matrices = range(len(runtime.plan.specs.matrices))
-        squares = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
+        bad, now = verdict.bad, self._pass(operands, of_blocks, norms, verdict.bad)
+        sizes = _Sizes()
 
         def meanwhile() -> None:
             operands.commit(of_blocks, self._hypers, bad)
             for stack in self._local:
-                own = self._step_alone(stack, operands, scales, bad)
-                squares.index_copy_(0, stack.index, own)
+                self._step_alone(stack, operands, now, sizes)
             self._update_adamw(self._with_zeros(grads, verdict), verdict)
 
         if not runtime.bound().run(
-            partial(self._fill, scales, bad),
-            partial(self._compute, squares),
+            partial(self._fill, now),
+            partial(self._compute, sizes),
             partial(self._apply_arrived, bad),
             meanwhile,
             (lambda: agreed() is not None) if is_ahead else None,
-            partial(self._share, vector, squares),
+            partial(self._share, vector, sizes),
         ):
             return None
         runtime.apply_missed()
+        matrices = range(len(runtime.plan.specs.matrices))
+        squares = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
+        sizes.spread(squares)
         work = runtime.all_reduce(squares, "rms")
         return _Outcome(True, verdict.finite, matrices, squares, work)
 
-    def _fill(self, scales: Tensor, bad: Tensor | None, bucket: int) -> None:
-        """The operands of a bucket, scaled, to where it leaves from."""
-        for first, flat, to in self._fills[bucket]:
-            fill_scaled(to, flat, scales, bad, first)
+    def _pass(
+        self, operands: AnyOperands, grads: Sequence[Tensor], norms: Tensor, bad: Tensor | None
+    ) -> Pass:
+        """What `operands.write` needs. Raw operands lie there already, and are masked at once."""
+        if self._are_raw:
+            assert isinstance(operands, Operands)
+            if bad is not None:
+                operands.mask(bad)
+            return Pass(grads, self._hypers, None, bad)
+        return Pass(grads, self._hypers, operands.scales(norms, self._hypers), bad)
 
-    def _compute(self, squares: Tensor, unit: int, operand: Tensor) -> Tensor:
+    def _fill(self, now: Pass, bucket: int) -> None:
+        """The operands of a bucket to where it leaves from, unless they are there."""
+        for outlet in () if self._are_raw else self._outlets[bucket]:
+            self._operands.write(outlet, now)
+
+    def _compute(self, sizes: _Sizes, unit: int, operand: Tensor) -> Tensor:
         stack = self._owned[unit]
         update = self._orthogonalize(stack.unit, operand)
-        squares.index_copy_(0, stack.index, self._squares(stack, update))
+        sizes.note(stack, update, self._hypers[stack.unit.group])
         return update
 
     def _share(
-        self, vector: Tensor, squares: Tensor, stacks: list[tuple[int, Tensor]]
+        self, vector: Tensor, sizes: _Sizes, stacks: list[tuple[int, Tensor]]
     ) -> list[Tensor]:
         """The updates of units that have co-owners, as slices."""
         owned = [self._owned[u] for u, _ in stacks]
-        # As their holders have scaled them.
+        # As they come from their holders.
         found = [self._message.norms_of(vector, stack.numbers) for stack in owned]
         eps = [self._hypers[stack.unit.group].eps for stack in owned]
-        scaled = [norms * into_range(norms, own) for norms, own in zip(found, eps, strict=True)]
+        if not self._are_raw:
+            found = [norms * into_range(norms, own) for norms, own in zip(found, eps, strict=True)]
         self._telemetry.watch.start()
-        updates = self._kernels.run_together(self._slices(stacks), scaled)
+        updates = self._kernels.run_together(self._slices(stacks), found)
         self._telemetry.watch.stop()
         for stack, update in zip(owned, updates, strict=True):
-            squares.index_copy_(0, stack.index, self._squares(stack, update))
+            sizes.note(stack, update, self._hypers[stack.unit.group])
         return updates
 
     def _apply_arrived(self, bad: Tensor | None, bucket: int) -> None:
@@ -423,15 +496,18 @@ class ParamsEngine(Engine):
         verdict = own_verdict(norms, parameters, checked, here, inf, self._runtime.device)
         if verdict is None:
             return None
-        scales, matrices = operands.scales(norms, self._hypers), [b.matrix for b in blocks]
+        matrices = [b.matrix for b in blocks]
+        now = self._pass(operands, of_blocks, norms, verdict.bad)
         operands.commit(of_blocks, self._hypers, verdict.bad)
-        own = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
+        sizes = _Sizes()
+        for stack in self._block_stacks:
+            self._step_alone(stack, operands, now, sizes)
         self._update_adamw(self._with_zeros(grads, verdict), verdict)
         if verdict.finite is False:  # the host knows
             found = [(of, ~marks.isfinite()) for of, marks in ((matrices, norms), *checked)]
             self.skips.names += suspects(self._runtime.plan.specs, found)
             del self.skips.names[SUSPECTS:]
-        return _Outcome(False, verdict.finite, matrices, torch.cat(own) if own else None)
+        return _Outcome(False, verdict.finite, matrices, sizes.squares())
 
     # ---- Newton-Schulz -------------------------------------------------------------------
 
@@ -456,31 +532,20 @@ class ParamsEngine(Engine):
             found.append((SliceCall(self._call(unit), peers, unit.split), stack))
         return found
 
-    def _squares(self, stack: _Stack, update: Tensor) -> Tensor:
-        """The mean squares of the updates of a unit, ``[b]``; of a slice its share of them."""
-        h = self._hypers[stack.unit.group]
-        rows, cols = stack.shape
-        factor: float | Tensor = h.ratio(rows, cols) * stack.lr_ratio
-        if stack.turned is not None:
-            factor = torch.where(stack.turned, h.ratio(cols, rows), factor)
-        return update_rms(update, factor).square_().mul_(stack.unit.cols / cols)
-
-    def _step_alone(
-        self, stack: _Stack, operands: Operands, scales: Tensor, bad: Tensor | None
-    ) -> Tensor:
-        """Orthogonalize and apply what needs nobody else; the `_squares` of the updates."""
+    def _step_alone(self, stack: _Stack, operands: AnyOperands, now: Pass, sizes: _Sizes) -> None:
+        """Orthogonalize and apply what needs nobody else."""
         unit, h = stack.unit, self._hypers[stack.unit.group]
         batch = self._kernels.operand(self._call(unit))
         for first, part, source in stack.parts:
-            fill_scaled(places(batch, part), source, scales, bad, first)
+            operands.write((first, source, places(batch, part)), now)
         update = self._orthogonalize(unit, batch)
+        sizes.note(stack, update, h)
         for first, part, source in stack.parts:
             rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)
             blocks = operands.order[first : first + len(source)]
             lr = h.adjusted(rows, cols) * stack.lr_ratio
             updates = [*places(update, part).unbind()]
-            self._apply(unit.group, blocks, updates, lr, at(bad, first, len(source)))
-        return self._squares(stack, update)
+            self._apply(unit.group, blocks, updates, lr, at(now.bad, first, len(source)))
 
     # ---- weights -------------------------------------------------------------------------
 
@@ -502,8 +567,8 @@ class ParamsEngine(Engine):
         weights = None
         if state.targets is not state.weights:
             weights = [state.weights[k] for k in blocks]
-        kept = h.kept(None if bad is None else bad.to(where))
-        self._rules[group].apply(targets, updates, h, lr=lr, kept=kept, weights=weights)
+        stays = None if bad is None else bad.to(where)
+        self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
         """The gradients of AdamW's parameters: one that is missing here counts as zero where it is
@@ -547,24 +612,29 @@ class ParamsEngine(Engine):
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
 
-        "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`), and so are
-        "newton_schulz", the workspace of `Orthogonalizer`, and "commit", the copy of a chunk of
-        momentum that masks take. Of the others one is alive at a time: "norms" for wider copies of
-        half-precision blocks whose norms are taken (on a CPU), "updates" while an owner computes, a
-        float32 copy of half-precision updates for their RMS; "block_step" for what "updates" is
-        there.
+        "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`; "operands" not
+        on an accelerator), and so are "newton_schulz", the workspace of `Orthogonalizer`, and
+        "commit", the copy of a chunk of momentum that masks take. Of the others one is alive at a
+        time: "norms" for wider copies of half-precision blocks whose norms are taken, "updates"
+        while an owner computes, a float32 copy of half-precision updates for their RMS, both on a
+        CPU; "passes" for operands on an accelerator without `list_kernels`; "block_step" for what
+        "updates" is there.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
-        found = {"operands": sum(memory.nbytes for memory in state.workspace.values())}
+        found = {"operands": state.workspace.nbytes}
         if state.copies:
             found["commit"] = sum(memory.nbytes for memory in state.copies.values())
         found |= self._runtime.bound().nbytes
         found["newton_schulz"] = self._kernels.nbytes
-        wide = 8 if not host_can_read(state.device) else 4 * (self._operands.narrowest < 4)
-        found["norms"] = wide * self._operands.largest_run if state.device.type == "cpu" else 0
+        is_cpu = self._runtime.device.type == "cpu"
+        if isinstance(self._operands, Operands):
+            found["norms"] = 4 * (self._operands.narrowest < 4) * self._operands.largest_run
+        elif list_kernels(state.device) is None:
+            found["passes"] = self._operands.largest_piece
 
         def wide_bytes(units: Iterator[Unit]) -> int:
-            return 0 if itemsize >= 4 else 4 * max((unit.numel for unit in units), default=0)
+            most = max((unit.numel for unit in units), default=0)
+            return 4 * most if is_cpu and itemsize < 4 else 0
 
         found["updates"] = wide_bytes(u for u in self._runtime.units if u.owner == self._rank)
         if not self._settings.schedule.always_full:

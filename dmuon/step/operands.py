@@ -7,11 +7,10 @@ call: norms, scaling, casts, masks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TypeVar
 
 import torch
@@ -21,12 +20,24 @@ from torch.optim import Optimizer
 from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.routes import Part
-from dmuon.devices import host_can_read
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule
 from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
+Outlet = tuple[int, Tensor | range, Tensor | Sequence[Tensor]]
+"""First position, operands (or their positions where they are not kept), and where they leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a step writes operands by: gradients by block, hyperparameters by param group, and by
+    position the scales, and what is bad (see `Verdict`)."""
+
+    grads: Sequence[Tensor]
+    hypers: Sequence[Hyper]
+    scales: Tensor | None  # None: operands travel as they are
+    bad: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +117,16 @@ class BlockState:
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
         self.chunk_bytes = devices.of(self.device).chunk_bytes
         # Each kind of step lays out its operands in it anew.
-        self.workspace: dict[torch.dtype, Tensor] = {}
+        self.workspace = self._empty(0, torch.float32)
         self.copies: dict[torch.dtype, Tensor] = {}
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def reserve(self, blocks: Sequence[int], ns_dtype: torch.dtype) -> None:
-        """Make a workspace for the operands of these blocks, by the dtype that they are computed
-        in: in the Newton-Schulz dtype where that is narrower and there is a copy of a chunk anyway.
-        """
-        sizes: Counter[torch.dtype] = Counter(dict.fromkeys(self.working, 0))
-        for k in blocks:
-            sizes[self.working[k]] += self.momentum[k].numel()
-        narrows = not host_can_read(self.device)
-        self.workspace = {
-            dtype: self._empty(
-                size, ns_dtype if narrows and ns_dtype.itemsize < dtype.itemsize else dtype
-            )
-            for dtype, size in sizes.items()
-        }
+    def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Make the workspace, for operands of so many elements."""
+        self.workspace = self._empty(numel, dtype)
+        return self.workspace
 
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for the momentum of a chunk; the same at every call."""
@@ -212,10 +213,8 @@ class Operands:
 
     ``others`` come last. They have no operand: another replica has it, and their momentum follows.
 
-    Where the workspace is narrower than the dtype of computing, an operand is computed in the copy
-    of a chunk and scaled into the middle of the range by a power of two (``_moved``), which
-    `scales` takes back. So it is rounded to its dtype's digits as if it were scaled by the norm of
-    the whole matrix.
+    Where the dtype of computing is not that of the workspace, an operand is computed in the copy of
+    a chunk and cast from there.
     """
 
     def __init__(
@@ -231,11 +230,8 @@ class Operands:
         self.position_of = {k: n for n, k in enumerate(self.order)}
         self._shapes = [(state.working[k], state.momentum[k].shape) for k in self.order]
         self._sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._shapes]
-        self._starts = []
-        ends = dict.fromkeys(state.workspace, 0)
-        for dtype, shape in self._shapes[: len(order)]:
-            self._starts.append(ends[dtype])
-            ends[dtype] += shape.numel()
+        numels = [shape.numel() for _, shape in self._shapes[: len(order)]]
+        self._starts = [0, *accumulate(numels)]
         kinds = [
             (state.blocks[k].group, self._shapes[n][0], n < len(order))
             for n, k in enumerate(self.order)
@@ -251,16 +247,13 @@ class Operands:
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
         self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
-        self._moved: Tensor | None = None
-        if any(dtype is not memory.dtype for dtype, memory in state.workspace.items()):
-            self._moved = torch.ones_like(self._norms)
 
     def stack(self, first: int, last: int) -> Tensor:
         """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
-        dtype, shape = self._shapes[first]
-        flat = self._state.workspace[dtype]
+        _, shape = self._shapes[first]
         numel = (last - first) * shape.numel()
-        return flat.narrow(0, self._starts[first], numel).view(last - first, *shape)
+        flat = self._state.workspace.narrow(0, self._starts[first], numel)
+        return flat.view(last - first, *shape)
 
     def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, Tensor]]:
         """(first position, part, its operands) of the parts of a batch that begins at ``first``."""
@@ -285,52 +278,59 @@ class Operands:
         float32, and long sums in float32 are off. Valid until the next call. Of blocks without an
         operand it is a number that is finite where the gradient is.
         """
-        momentum, norms = self._state.momentum, self._norms
-        on_host = host_can_read(norms.device)
-        for number, chunk in enumerate(self._chunks):
-            if not chunk.operands:
-                marks = finite_marks([grads[k] for k in chunk.blocks])
-                norms.narrow(0, chunk.first, len(marks)).copy_(marks)
-                continue
-            runs, operands = chunk.runs, chunk.operands
-            is_narrow = operands[0].dtype is not chunk.dtype
-            if is_narrow:
-                runs, operands = self.copies[number]
-            buffers, found = ([each[k] for k in chunk.blocks] for each in (momentum, grads))
-            self._rules[chunk.group].operands(operands, buffers, found, hypers[chunk.group])
-            for first, flat in runs:
-                norms_into(norms.narrow(0, first, len(flat)), flat, exact=not on_host)
-            if is_narrow:
-                self._narrow(chunk, runs)
-        if on_host and not bool(squares_fit(norms[: self._count]).all()):
-            for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
-                norms_into(norms.narrow(0, first, len(flat)), flat, exact=True)
-        return norms
+        for exact in (False, True):
+            for number, chunk in enumerate(self._chunks):
+                self._fill(number, chunk, grads, hypers[chunk.group], exact)
+            if bool(squares_fit(self._norms[: self._count]).all()):
+                break
+        return self._norms
 
-    def _narrow(self, chunk: _Chunk, runs: Sequence[tuple[int, Tensor]]) -> None:
-        """Round the operands of a chunk, whose norms are known, into the workspace."""
-        assert self._moved is not None
-        here = slice(chunk.first, chunk.first + len(chunk.blocks))
-        norms = self._norms[here]
-        # No entry overflows in float16, and what is subnormal there vanishes beside the others.
-        moved = torch.frexp(norms).mantissa.mul_(2.0**14).div_(norms)
-        moved = torch.where(norms.isfinite() & (norms > 0), moved, 1.0).clamp_(2.0**-100, 2.0**100)
-        self._moved[here].copy_(moved)
-        moved = moved if chunk.dtype is torch.float64 else moved.float()
-        for (first, flat), (_, to) in zip(runs, chunk.runs, strict=True):
-            scale_into(to, flat, moved.narrow(0, first - chunk.first, len(flat)))
+    def _fill(
+        self, number: int, chunk: _Chunk, grads: Sequence[Tensor], h: Hyper, exact: bool
+    ) -> None:
+        norms, found = self._norms, [grads[k] for k in chunk.blocks]
+        if not chunk.operands:
+            norms.narrow(0, chunk.first, len(found)).copy_(finite_marks(found))
+            return
+        runs, operands = chunk.runs, chunk.operands
+        is_cast = operands[0].dtype is not chunk.dtype
+        if is_cast:
+            runs, operands = self.copies[number]
+        buffers = [self._state.momentum[k] for k in chunk.blocks]
+        self._rules[chunk.group].operands(operands, buffers, found, h)
+        for first, flat in runs:
+            norms_into(norms.narrow(0, first, len(flat)), flat, exact=exact)
+        if is_cast:
+            for (_, flat), (_, to) in zip(runs, chunk.runs, strict=True):
+                to.copy_(flat)
+
+    def mask(self, bad: Tensor) -> None:
+        """Zeros where a mask, by position or one for all, is true."""
+        for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
+            mask(flat, bad, first)
 
     def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
-        """`into_range` of each, as it lies in the workspace."""
-        each = {chunk.first: hypers[chunk.group].eps for chunk in self._chunks}
-        if len(set(each.values())) <= 1:
-            scales = into_range(norms, next(iter(each.values()), 1.0))
-        else:
-            own = norms.split([len(chunk.blocks) for chunk in self._chunks])
-            scales = torch.cat([into_range(*pair) for pair in zip(own, each.values(), strict=True)])
-        if self._moved is not None:
-            scales = scales / self._moved
-        return scales if torch.float64 in self._state.workspace else scales.float()
+        """`into_range` of each."""
+        kinds = [(len(chunk.blocks), hypers[chunk.group].eps) for chunk in self._chunks]
+        return _scales(norms, kinds, torch.float64 in self._state.working)
+
+    def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
+        """Of what leaves from these positions on by way of a flat buffer."""
+        runs = self.runs(first, last)
+        views = send.split([flat.numel() for _, flat in runs])
+        return [(n, x, view.view(x.shape)) for (n, x), view in zip(runs, views, strict=True)]
+
+    def write(self, outlet: Outlet, now: Pass) -> None:
+        """The operands of an outlet, scaled, to where they leave; zeros where they are bad.
+        Without scales they have been masked, and are copied."""
+        first, source, to = outlet
+        assert isinstance(source, Tensor) and isinstance(to, Tensor)
+        if now.scales is None:
+            to.copy_(source)
+            return
+        scale_into(to, source, now.scales.narrow(0, first, len(source)))
+        if now.bad is not None:
+            mask(to, now.bad.to(to.device), first)
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
         """Advance the momentum. ``bad``: a bool, or one by position; where it is true the momentum
@@ -371,11 +371,105 @@ class Operands:
         return found
 
 
-def fill_scaled(to: Tensor, stack: Tensor, scales: Tensor, bad: Tensor | None, first: int) -> None:
-    """Scale the operands ``stack`` from position ``first`` on; zeros where they are bad."""
-    scale_into(to, stack, scales.narrow(0, first, len(stack)))
-    if bad is not None:
-        mask(to, bad.to(to.device), first)
+class PassingOperands:
+    """`Operands` where the host cannot read from the device: none is kept.
+
+    `fill` reads momentum and gradients for the norms alone. Once the verdict is there, `write`
+    reads them again, advances the momentum and writes scaled operands to where they leave from.
+    So nothing is stored that may be called off, and `commit` is for ``others``.
+    """
+
+    def __init__(
+        self,
+        state: BlockState,
+        rules: Sequence[Rule],
+        order: Sequence[int],
+        others: Sequence[int] = (),
+    ) -> None:
+        self._state, self._rules = state, rules
+        self.order = [*order, *others]
+        self._count = len(order)
+        self.position_of = {k: n for n, k in enumerate(self.order)}
+        self._kinds = [(state.blocks[k].group, state.working[k]) for k in self.order]
+        kinds = [(*kind, n < len(order)) for n, kind in enumerate(self._kinds)]
+        self._runs = [*_cuts(kinds, [0] * len(kinds), 1)]
+        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+
+    @property
+    def largest_piece(self) -> int:
+        """Bytes of what torch's own operations make at a time: momentum and operands."""
+        sizes = [
+            self._state.momentum[k].numel() * working.itemsize
+            for k, (_, working) in zip(self.order, self._kinds, strict=True)
+        ]
+        return 2 * min(sum(sizes), max(self._state.chunk_bytes, *sizes, 0))
+
+    def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, range]]:
+        """See `Operands.placed`; in place of operands their positions."""
+        starts = [(first + part.position, part) for part in parts]
+        return [(n, part, range(n, n + len(part.matrices))) for n, part in starts]
+
+    def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
+        """See `Operands.outlets`."""
+        shapes = [self._state.momentum[k].shape for k in self.order[first:last]]
+        flats = send.split([shape.numel() for shape in shapes])
+        views = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
+        cuts = _cuts(self._kinds[first:last], [0] * len(views), 1)
+        return [(first + a, range(first + a, first + b), views[a:b]) for a, b in cuts]
+
+    def fill(self, grads: Sequence[Tensor], hypers: Sequence[Hyper]) -> Tensor:
+        """See `Operands.fill`; nothing is written."""
+        for first, last in self._runs:
+            (group, working), blocks = self._kinds[first], self.order[first:last]
+            found = [grads[k] for k in blocks]
+            if first < self._count:
+                buffers = [self._state.momentum[k] for k in blocks]
+                norms = self._rules[group].operand_norms(buffers, found, hypers[group], working)
+            else:
+                norms = finite_marks(found)
+            self._norms.narrow(0, first, len(blocks)).copy_(norms)
+        return self._norms
+
+    def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
+        """`into_range` of each."""
+        kinds = [(last - first, hypers[self._kinds[first][0]].eps) for first, last in self._runs]
+        return _scales(norms, kinds, torch.float64 in self._state.working)
+
+    def write(self, outlet: Outlet, now: Pass) -> None:
+        """The operands of an outlet, scaled, to where they leave; zeros where they are bad, and
+        elsewhere momentum advances."""
+        first, _, to = outlet
+        self._advance(first, [*to], now)
+
+    def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
+        """Advance the momentum of ``others``."""
+        for first, last in self._runs:
+            if first >= self._count:
+                self._advance(first, None, Pass(grads, hypers, self._norms, bad), last - first)
+
+    def _advance(self, first: int, to: list[Tensor] | None, now: Pass, count: int = 0) -> None:
+        count = count if to is None else len(to)
+        (group, working), blocks = self._kinds[first], self.order[first : first + count]
+        self._rules[group].advance_into(
+            to,
+            [self._state.momentum[k] for k in blocks],
+            [now.grads[k] for k in blocks],
+            now.hypers[group],
+            working,
+            scales=None if now.scales is None else now.scales.narrow(0, first, count),
+            stays=at(now.bad, first, count),
+        )
+
+
+def _scales(norms: Tensor, kinds: Sequence[tuple[int, float]], is_wide: bool) -> Tensor:
+    """`into_range` of each norm; ``kinds``: how many in turn have which eps."""
+    if len({eps for _, eps in kinds}) <= 1:
+        scales = into_range(norms, kinds[0][1] if kinds else 1.0)
+    else:
+        own = norms.split([count for count, _ in kinds])
+        pairs = zip(own, kinds, strict=True)
+        scales = torch.cat([into_range(each, eps) for each, (_, eps) in pairs])
+    return scales if is_wide else scales.float()
 
 
 def mask(stack: Tensor, bad: Tensor, first: int) -> None:

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import multiprocessing
-import os
 import sys
 import tempfile
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,13 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.config import (
-    DedicatedOptions,
-    KernelOptions,
-    PlannerOptions,
-    ReplicatedOptions,
-    ShardedOptions,
-)
+from dmuon import config
 from dmuon.rule import Hyper
 from dmuon.scheduler.co_owners import SIZES
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
@@ -43,11 +37,10 @@ _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
 _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 
-_FULL, _HALF = torch.float32, torch.bfloat16
 # Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
 _SHARED = ("fsdp2", "hsdp", "tp+fsdp", "hsdp+tp")  # also with co-owners
-_FIXED = KernelOptions(method="gram", backend="torch")
+_FIXED = config.KernelOptions(method="gram", backend="torch")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 _VARIED = ("fsdp2", "hsdp", "tp+fsdp", "ep+fsdp", "plain", "tp+dp")  # also with each variant
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,29 +55,20 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add(
-        "--layout",
-        choices=(*_LAYOUTS, "all"),
-        default="replicated",
-        help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
+    layouts = (
+        "replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
         "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
-        "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
+        "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4"
     )
-    nproc = (
-        "processes of the replicated layout (default 4); meshes of more processes are left out in "
-        "the other layouts (default: none is)"
-    )
-    add("--nproc", type=positive(int), help=nproc)
+    add("--layout", choices=(*_LAYOUTS, "all"), default="replicated", help=layouts)
+    nproc = "processes of the replicated layout (default 4); meshes of more processes are left out "
+    add("--nproc", type=positive(int), help=nproc + "in the other layouts (default: none is)")
     add("--steps", type=positive(int), default=10)
     add("--lr", type=float, default=0.02)
     seeds = "make each comparison with that many weights and data; a row each (default 1)"
     add("--seeds", type=positive(int), default=1, help=seeds)
-    add(
-        "--bitwise",
-        action="store_true",
-        help="fix the kernels, with which a step gives the bits of a single process, and compare "
-        "them, too",
-    )
+    bits = "fix the kernels, with which a step gives the bits of a single process, and compare them"
+    add("--bitwise", action="store_true", help=f"{bits}, too")
     add("--json", metavar="PATH", help="write the rows there; - for standard output")
     fault = "let one rank change weights by a fifth too much, to see that the check can fail"
     add("--plant-fault", action="store_true", help=fault)
@@ -94,8 +78,7 @@ class _Job(NamedTuple):
     """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
 
     ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
-    share each matrix. ``variant``: one of `_VARIANTS`.
-    """
+    share each matrix. ``variant``: one of `_VARIANTS`."""
 
     layout: str
     case: ParallelCase
@@ -110,23 +93,23 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
     # Only here, because importing FSDP takes a second, which the other commands do not need.
     from dmuon.tools.parallel_models import CASES, DEDICATED_CASES, replicated_case
 
-    full, half = (_FULL, _FULL), (_FULL, _HALF)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    full, half = (fp32, fp32), (fp32, bf16)
     nproc = args.nproc or _NPROC
     ddp = replicated_case(nproc, DistributedDataParallel)
     jobs = [
         _Job("replicated", ddp, [full, half]),
         _Job("replicated", ddp, [full], reduces=True),
-        _Job("replicated", replicated_case(nproc), [full, half, (_HALF, _HALF)], reduces=True),
+        _Job("replicated", replicated_case(nproc), [full, half, (bf16, bf16)], reduces=True),
     ]
-    cases = [("sharded", case) for case in CASES] + [("dedicated", c) for c in DEDICATED_CASES]
-    cases = [(layout, c) for layout, c in cases if c.world <= (args.nproc or c.world)]
-    for layout, case in cases:
-        jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
+    for layout, case in (*product(["sharded"], CASES), *product(["dedicated"], DEDICATED_CASES)):
+        if case.world <= (args.nproc or case.world):
+            jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
     if not args.bitwise and nproc > 1:  # co-owners add in an order of their own
-        shared = [(layout, c) for layout, c in cases if layout == "sharded" and c.name in _SHARED]
-        for layout, case in [("replicated", ddp), *shared]:
-            most = max((size for size in SIZES if size <= case.world), default=1)
-            jobs.append(_Job(layout, case, [full, half], co_owners=most))
+        shared = [job for job in jobs if job.layout == "sharded" and job.case.name in _SHARED]
+        for job in (jobs[0], *shared):
+            most = max((size for size in SIZES if size <= job.case.world), default=1)
+            jobs.append(job._replace(dtypes=[full, half], co_owners=most))
     if not args.bitwise:  # a variant may round a batch otherwise than a matrix
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
         varied = [job._replace(dtypes=[full]) for job in varied if not job.co_owners]
@@ -151,11 +134,9 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
 
         # Messages in half precision would hide the differences that are to be found.
         wide = torch.float32 if dtype.itemsize < 4 else None
-        options: dict[str, Any] = {
-            "replicated": ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide),
-            "sharded": ShardedOptions(),
-            "dedicated": DedicatedOptions(),
-        }
+        options: Any = config.ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide)
+        if layout != "replicated":
+            options = config.ShardedOptions() if layout == "sharded" else config.DedicatedOptions()
         report = check_step_equivalence(
             build,
             loss_of,
@@ -165,9 +146,9 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=replace(options[layout], timeout_s=_TIMEOUT_S),
-            kernels=_FIXED if args.bitwise else KernelOptions(),
-            planner=PlannerOptions(co_owners=co_owners or "off"),
+            options=replace(options, timeout_s=_TIMEOUT_S),
+            kernels=_FIXED if args.bitwise else config.KernelOptions(),
+            planner=config.PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,
             lr=args.lr,
             ns_dtype=ns_dtype,
@@ -195,8 +176,7 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         jobs = [job for job in _jobs(args) if job.case.world == world]
         rows = [asdict(row) for job in jobs for row in _rows(args, job)]
         if rank == 0:
-            with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
-                json.dump(rows, file)
+            Path(folder, f"rows{world}.json").write_text(json.dumps(rows))
     finally:
         # DistributedDataParallel holds the group; let go of it first, so that the group's threads
         # end here and not in the interpreter's exit.
@@ -205,29 +185,24 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
 
 
 # What takes seconds to import; the last for what `DTensor` imports when it is first used.
-_IMPORTS = ["dmuon.__main__", "dmuon.tools.parallel_models", "torch.distributed.pipelining"]
-
-
-def _start_method() -> str:
-    """How to start processes: where there is fork, all share one import of torch."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.set_forkserver_preload(_IMPORTS)
-    return "forkserver"
+_IMPORTS = ["dmuon.tools.check", "dmuon.tools.parallel_models", "torch.distributed.pipelining"]
 
 
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
     """All rows, layout by layout."""
     rows: list[EquivalenceRow] = []
+    # Where there is fork, all processes share one import of torch.
+    fork = "forkserver" in multiprocessing.get_all_start_methods()
+    method = "forkserver" if fork else "spawn"
+    if fork:
+        multiprocessing.set_forkserver_preload(_IMPORTS)
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             if len(worlds) > 1:  # minutes on few cores
                 print(f"comparing on {world} processes ...", file=sys.stderr, flush=True)
-            start_processes(
-                _check_worker, (world, args, folder), nprocs=world, start_method=_start_method()
-            )
-            with open(os.path.join(folder, f"rows{world}.json")) as file:
-                rows += (EquivalenceRow(**row) for row in json.load(file))
+            start_processes(_check_worker, (world, args, folder), world, start_method=method)
+            made = json.loads(Path(folder, f"rows{world}.json").read_text())
+            rows += (EquivalenceRow(**row) for row in made)
     rows.sort(key=lambda row: _LAYOUTS.index(row.layout.split()[0]))
     return EquivalenceReport(tuple(rows))
 
@@ -241,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
             "more, or leave it out"
         )
     report = _compare(args, worlds)
-    show(lambda: str(report), report.to_dict, args.json)
+    show(report.__str__, report.to_dict, args.json)
     if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
     return 0 if report.passed else 1

@@ -60,9 +60,7 @@ class EquivalenceRow:
     one matrix's update. ``difference`` is what decides, ``criterion`` says of what it is,
     ``yardstick`` how far moving gradients by a rounding carries it (of a loss: the weights).
     ``worst``: which parameter at which step on which rank. ``bitwise``: whether every matrix was
-    always, to the bit, what a single process makes of it; None where kernels are "auto", which
-    promise no such thing.
-    """
+    to the bit what a single process makes of it; None where kernels are "auto"."""
 
     layout: str
     mesh: str
@@ -86,24 +84,21 @@ class EquivalenceRow:
         """Whether the difference is within the tolerance, and bits are equal where promised."""
         return self.difference <= self.tolerance and self.bitwise is not False
 
-    def _cells(self) -> dict[str, str]:
-        """The row of a table, by heading."""
-        return {
-            "layout": self.layout,
-            "case": self.case,
-            "ranks": self.mesh,
-            "dtype": self.dtype,
-            "NS": self.ns_dtype,
-            "steps": str(self.steps),
-            "seed": str(self.seed),
-            "max abs diff": f"{max(self.max_abs_diff, self.max_loss_diff):.1e}",
-            "update diff": f"{self.max_update_diff:.1e}",
-            "decides": f"{self.difference:.1e}",
-            "yardstick": f"{self.yardstick:.1e}",
-            "tolerance": f"{self.tolerance:.1e} {self.criterion}",
-            "bitwise": {None: "", True: "yes", False: "NO"}[self.bitwise],
-            "verdict": "equal" if self.passed else "DIFFERS",
-        }
+    def _cells(self) -> list[str]:
+        """The row of a table, in the order of `_HEADINGS`."""
+        names = self.layout, self.case, self.mesh, self.dtype, self.ns_dtype
+        differences = max(self.max_abs_diff, self.max_loss_diff), self.max_update_diff
+        numbers = *differences, self.difference, self.yardstick
+        cells = [*names, str(self.steps), str(self.seed), *(f"{n:.1e}" for n in numbers)]
+        bits = {None: "", True: "yes", False: "NO"}[self.bitwise]
+        verdict = "equal" if self.passed else "DIFFERS"
+        return [*cells, f"{self.tolerance:.1e} {self.criterion}", bits, verdict]
+
+
+_HEADINGS = (
+    "layout", "case", "ranks", "dtype", "NS", "steps", "seed", "max abs diff", "update diff",
+    "decides", "yardstick", "tolerance", "bitwise", "verdict",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +121,18 @@ class EquivalenceReport:
         return {"passed": self.passed, "rows": rows}
 
     def __str__(self) -> str:
-        lines = [row._cells() for row in self.rows]
+        columns = zip(_HEADINGS, *(row._cells() for row in self.rows), strict=True)
         # A column that is empty, or the first seed, in every row says nothing.
-        shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
-        table, notes = grid(shown, shown, no_wrap=True), []
+        shown = [column for column in columns if {*column[1:]} - {"", "0"}]
+        (headings, *lines), notes = zip(*shown, strict=True), []
+        table = grid(headings, headings, no_wrap=True)
         for line, row in zip(lines, self.rows, strict=True):
-            table.add_row(*(line[heading] for heading in shown))
+            table.add_row(*line)
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
                 notes.append(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
         return printed(table, *notes, width=WIDTH)
-
-
-# ---- the comparison ----------------------------------------------------------------------
 
 
 def check_step_equivalence(
@@ -193,24 +186,19 @@ def check_step_equivalence(
     must losses where forward runs in float32. In half precision a difference of 1e-7 in a gradient
     can flip roundings worth percents of an update, so there each step starts from the same weights,
     and each matrix's change beyond what rounding to its dtype explains (with ``reduce_to_owner``
-    also each published update) is judged: its direction, by the Frobenius norm of the difference,
-    and its norm. The most that moving gradients by a rounding changes an update of the matrix's
-    shape in any step is its yardstick, at least one unit in the last place of the coarsest dtype;
-    4 yardsticks are allowed. A smaller error passes: compare with ``ns_dtype=torch.float32``, too.
-
-    The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon, which
-    have tests of their own.
+    also each published update) is judged, by the Frobenius norm of the difference and by its norm.
+    4 yardsticks are allowed, at least 4 units in the last place of the coarsest dtype. A smaller
+    error passes: compare with ``ns_dtype=torch.float32``, too. The reference shares the choice of
+    matrices and the Newton-Schulz iteration with dmuon.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
-    if tensor_parallel is not None:
-        model = tensor_parallel(model)
+    model = model if tensor_parallel is None else tensor_parallel(model)
     request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
     wrapped, own = _distribute(model, mesh, parallelize or (lambda model: model), request)
     try:
-        bits = _Bits() if kernels.is_fixed else None
-        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bits)
+        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, kernels.is_fixed)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
@@ -240,11 +228,10 @@ def _distribute(
         return wrapped
 
     try:
-        wrapped = attempt(own.runtime.transport, wrap, what="parallelize", digest=lambda _: "")
+        return attempt(own.runtime.transport, wrap, what="parallelize", digest=lambda _: ""), own
     except Exception:  # raised on every rank, so all of them close
         own.close()
         raise
-    return wrapped, own
 
 
 def _data_rank(
@@ -258,22 +245,17 @@ def _data_rank(
     >>> _data_rank(mesh, 11, ["replicate"])
     (1, 2)
     """
-    chosen = [a for a in topology.axes if a != "tp"] if data_axes is None else list(data_axes)
-    unknown = [axis for axis in chosen if axis not in topology.axes]
-    if unknown:
+    axes = list(topology.axes)
+    chosen = [a for a in axes if a != "tp"] if data_axes is None else list(data_axes)
+    if unknown := [axis for axis in chosen if axis not in axes]:
         raise DmuonError(
-            f"data_axes names {unknown}, but the mesh has the axes {list(topology.axes)}: name "
-            "some of these"
+            f"data_axes names {unknown}, but the mesh has the axes {axes}: name some of these"
         )
-    index, count = 0, 1
-    places = np.unravel_index(rank, topology.shape)
-    for axis, size, place in zip(topology.axes, topology.shape, places, strict=True):
+    index, count, places = 0, 1, np.unravel_index(rank, topology.shape)
+    for axis, size, place in zip(axes, topology.shape, places, strict=True):
         if axis in chosen:
             index, count = index * size + int(place), count * size
     return index, count
-
-
-# ---- the trial ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -332,17 +314,18 @@ class _Trial:
         data_axes: Sequence[str] | None,
         options: object,
         muon_kwargs: dict[str, Any],
-        bits: _Bits | None,
+        is_fixed: bool,
     ) -> None:
-        self.own, self.model, self.twin, self.bits = own, wrapped, twin, bits
+        self.own, self.model, self.twin = own, wrapped, twin
+        self.bits = _Bits() if is_fixed else None
         self.data = _data_rank(own.plan.topology, own.rank, data_axes)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
-        self.opt = Muon(wrapped, **muon_kwargs, verify_every=None if bits is None else 1)
-        if bits is not None:
+        self.opt = Muon(wrapped, **muon_kwargs, verify_every=1 if is_fixed else None)
+        if self.bits is not None:
             for engine in self.opt._run.engines:
-                engine.verifier = bits
+                engine.verifier = self.bits
         self.ns_dtype: torch.dtype = getattr(torch, self.opt.stats()["ns_dtype"])
         distributed = ("publish", "master_weights", "period", "block_lr_ratio", "ns_dtype")
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
@@ -364,10 +347,9 @@ class _Trial:
         number = [names.index(p.name) for p in specs.parameters]
         # What is compared by itself: (name, index of the parameter, view of its whole tensor).
         self.pieces: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
-            (m.name, number[m.parameter], m.view) for m in specs.matrices
+            *((m.name, number[m.parameter], m.view) for m in specs.matrices),
+            *((names[number[i]], number[i], lambda t: t) for i in specs.adamw_parameters()),
         ]
-        others = specs.adamw_parameters()
-        self.pieces += [(specs.parameters[i].name, number[i], lambda t: t) for i in others]
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
@@ -384,14 +366,13 @@ class _Trial:
             loss.backward()
             self._compare_weights(step - 1)
             expected = self._joint_backward(loss_fn, batches, step, generator)
-            found = float(whole_tensor(loss))
-            difference = abs(found - expected[self.data[0]])
+            difference = abs(float(whole_tensor(loss)) - expected[self.data[0]])
             self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
             self._updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
             self.opt.zero_grad()
-            self.reference.step()
-            self.moved.step()
+            for side in (self.reference, self.moved):
+                side.step()
         self._compare_published(steps - 1)
         self._compare_weights(steps - 1)
         for measured in self.findings.values():
@@ -404,22 +385,18 @@ class _Trial:
         """Give both references the mean gradient over all data ranks' inputs; return their losses.
 
         The reference sums gradients in float32 or better, because an oracle must not round. The
-        moved reference sums as dmuon may, where dmuon casts weights those of cast weights.
-        """
+        moved reference sums as dmuon may, where dmuon casts weights those of cast weights."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded, losses, count = list(sums), [], self.data[1]
         for r in range(count):
             inputs = batches(step, r)
             loss, grads = _gradients(self.twin, self.reference.weights, loss_fn, inputs)
             losses.append(loss)
-            wide = [
-                g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads
-            ]
-            sums = list(map(_sum, sums, wide))
+            wide = [torch.promote_types(p.dtype, torch.float32) for p in self.reference.weights]
+            sums = list(map(_sum, sums, grads, wide))
             if self.cast is not None:
                 _, grads = _gradients(*self.cast, loss_fn, inputs)
-            summed = [g if g is None else g.to(self.roundings.summed or g.dtype) for g in grads]
-            rounded = list(map(_sum, rounded, summed))
+            rounded = list(map(_sum, rounded, grads, [self.roundings.summed] * len(grads)))
         weights = zip(self.reference.weights, self.moved.weights, strict=True)
         for (p, moved), total, in_turn, dtype in zip(weights, sums, rounded, self.roundings.each):
             if total is not None and in_turn is not None:
@@ -466,9 +443,8 @@ class _Trial:
                     continue
                 where = f"{name} at step {step}"
                 theirs, moved = (view(side.weights[i]) for side in (self.reference, self.moved))
-                weights = self.findings["weights"]
-                by_moving = float((moved - theirs).abs().max())
-                weights.see(float((ours - theirs).abs().max()), by_moving, where)
+                found, by_moving = (float((t - theirs).abs().max()) for t in (ours, moved))
+                self.findings["weights"].see(found, by_moving, where)
                 expected = theirs.double() - view(self.reference.before[i]).double()
                 # What storing the weights in their dtype may cost is not a difference of the
                 # updates: each side rounds to half a unit in the last place.
@@ -489,10 +465,10 @@ class _Trial:
         weights, losses = worst.pop("weights"), worst.pop("losses")
         losses.yardstick, updates = weights.yardstick, list(worst.values())
         absolute = self.roundings.absolute
-        limits = [weights] if absolute or not updates else updates
+        limits = [weights] if absolute or not updates else [*updates]
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
         if not self.roundings.forward_in_half and (absolute or losses.value > ABSOLUTE):
-            limits = [*limits, losses]
+            limits.append(losses)
         deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
         plan = self.own.plan
         mesh, layout = "x".join(map(str, plan.topology.shape)), Layout.REPLICATED.value
@@ -532,8 +508,7 @@ def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
 class _Reference:
     """`ReferenceMuon` on a model, with what it orthogonalized and started from in the last step.
 
-    With ``masters`` it updates matrices in float32, of which the model has the rounded weights.
-    """
+    With ``masters`` it updates matrices in float32, of which the model has the rounded weights."""
 
     def __init__(
         self,
@@ -545,11 +520,9 @@ class _Reference:
         forms: Sequence[tuple[int, str]],
     ) -> None:
         held = copy.deepcopy(model) if masters else model
-        if masters:
-            parameters = [p for _, p in trainable_parameters(held)]
-            for p in {parameters[matrix.parameter] for matrix in collect(held).matrices}:
-                p.data = p.data.float()
         self.weights, self._held = _in_order(model, names), _in_order(held, names)
+        for p in {self._held[i] for i, _ in forms} if masters else ():
+            p.data = p.data.float()
         self.masters = [(p, h) for p, h in zip(self.weights, self._held) if h is not p]
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
@@ -591,8 +564,7 @@ class _Roundings:
 
     ``used``, ``summed``: in which dmuon uses weights and sums gradients, None for the parameters'
     own. ``each``: the coarsest that the gradient of each parameter goes through; of matrices
-    that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
-    """
+    that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum."""
 
     def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
         plan, parameters = own.plan, list(own.parameters)
@@ -621,8 +593,7 @@ def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give a plain module the weights of its parallelized like; a collective call."""
-    found = dict(trainable_parameters(source)).keys()
-    expected = dict(trainable_parameters(target)).keys()
+    found, expected = (dict(trainable_parameters(m)).keys() for m in (source, target))
     if found != expected:
         raise DmuonError(
             f"parallelize turned the parameters {sorted(expected - found)} of the model into "
@@ -646,29 +617,27 @@ def _gradients(
     loss = loss_fn(model, inputs)
     loss.backward()
     grads = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
+    model.zero_grad()
     return float(loss.detach()), grads
 
 
-def _sum(so_far: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def _sum(so_far: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    grad = None if grad is None else grad.to(dtype or grad.dtype)
     return so_far if grad is None else grad if so_far is None else so_far + grad
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted: by the difference
     of two roundings, each of which may be off by half a unit in the last place."""
-    first, second = (
-        torch.rand(grad.shape, dtype=grad.dtype, generator=generator) for _ in range(2)
-    )
+    how: dict[str, Any] = {"dtype": grad.dtype, "generator": generator}
+    by = torch.rand(grad.shape, **how) - torch.rand(grad.shape, **how)
     _, exponent = torch.frexp(grad)
     unit = torch.ldexp(torch.full_like(grad, torch.finfo(dtype).eps / 2), exponent)
-    return torch.where(grad == 0, grad, grad + (first - second).to(grad.device) * unit)
+    return torch.where(grad == 0, grad, grad + by.to(grad.device) * unit)
 
 
 def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
-    given = [dtype for dtype in dtypes if dtype is not None]
-    return max(given, key=lambda dtype: torch.finfo(dtype).eps)
+    return max(filter(None, dtypes), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
@@ -677,10 +646,6 @@ def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float
     norm."""
     ours, theirs = ours.double(), theirs.double()
     size = float(theirs.norm())
-
-    def relative(difference: float) -> float:
-        if difference <= free:
-            return 0.0
-        return (difference - free) / size if size else float("inf")
-
-    return relative(float((ours - theirs).norm())), relative(abs(float(ours.norm()) - size))
+    both = float((ours - theirs).norm()), abs(float(ours.norm()) - size)
+    direction, norm = (0.0 if d <= free else (d - free) / size if size else math.inf for d in both)
+    return direction, norm

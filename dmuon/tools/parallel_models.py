@@ -9,6 +9,7 @@ blows up.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,15 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
 
 VOCAB = 61
 
@@ -37,28 +32,20 @@ class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(width, heads * head_dim, bias=False) for _ in range(3)
-        )
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        size = heads * head_dim
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, size, False) for _ in range(3))
+        self.o_proj = nn.Linear(size, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for y in projected)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(-3, -2).flatten(-2))
 
 
-class _Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+def _mlp(width: int, hidden: int) -> nn.Module:
+    up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+    return nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
 
 def _moved(
@@ -109,8 +96,8 @@ class _Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = _Attention(width, heads=2, head_dim=6)
-        self.mlp = _Moe(experts, width, hidden) if experts else _Mlp(width, hidden)
-        self.narrow = _Mlp(width, 3)
+        self.mlp = _Moe(experts, width, hidden) if experts else _mlp(width, hidden)
+        self.narrow = _mlp(width, 3)
         self.mix = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,48 +213,32 @@ class ParallelCase:
         return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=self.axes)
 
 
+_MOE = partial(ParallelModel, hidden=6, experts=4)
+_DP, _REPLICAS, _EP = ("dp",), ("replicate", "shard"), ("fsdp", "ep")
+_WHOLE, _SPLIT = partial(_expert_parallel, dim=0), partial(_expert_parallel, dim=1)
+
+
 def replicated_case(
     world: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> ParallelCase:
     """Whole models on ``world`` ranks, ``wrap``ped each."""
-    data_parallel = lambda model, mesh: wrap(model)  # noqa: E731
-    return ParallelCase("", (world,), ("dp",), ("dp",), ParallelModel, data_parallel)
+    return ParallelCase("", (world,), _DP, _DP, ParallelModel, lambda model, mesh: wrap(model))
 
-
-_MOE = partial(ParallelModel, hidden=6, experts=4)
-_DP, _REPLICAS, _EP = ("dp",), ("replicate", "shard"), ("fsdp", "ep")
 
 _FSDP2 = ParallelCase("fsdp2", (2,), _DP, _DP, ParallelModel, _shard)
 _FSDP4 = ParallelCase("fsdp4", (4,), _DP, _DP, partial(ParallelModel, hidden=6), _shard)
 _HSDP = ParallelCase("hsdp", (2, 2), _REPLICAS, _REPLICAS, ParallelModel, _shard)
-_TP_FSDP = ParallelCase(
-    "tp+fsdp", (2, 2), ("dp", "tp"), _DP, ParallelModel, _shard, _tensor_parallel
-)
-_EP_FSDP = ParallelCase("ep+fsdp", (2, 2), _EP, _EP, _MOE, partial(_expert_parallel, dim=0))
+_TP = ParallelCase("tp", (2,), ("tp",), (), ParallelModel, tensor_parallel=_tensor_parallel)
+_TP_DP = replace(_TP, name="tp+dp", mesh_shape=(2, 2), axes=("dp", "tp"), data_axes=_DP)
+_TP_FSDP = replace(_TP_DP, name="tp+fsdp", data_parallel=_shard)
+_THREE = (*_REPLICAS, "tp")
+_HSDP_TP = replace(_TP_FSDP, name="hsdp+tp", mesh_shape=(2, 2, 2), axes=_THREE, data_axes=_REPLICAS)
+_EP_FSDP = ParallelCase("ep+fsdp", (2, 2), _EP, _EP, _MOE, _WHOLE)
+_SPLIT_EP = replace(_EP_FSDP, name="ep+fsdp, split experts", data_parallel=_SPLIT)
 
 # Distributed by the framework: for the `sharded` layout.
-CASES: tuple[ParallelCase, ...] = (
-    _FSDP2,
-    ParallelCase("tp", (2,), ("tp",), (), ParallelModel, tensor_parallel=_tensor_parallel),
-    _FSDP4,
-    _HSDP,
-    _TP_FSDP,
-    _EP_FSDP,
-    replace(
-        _EP_FSDP, name="ep+fsdp, split experts", data_parallel=partial(_expert_parallel, dim=1)
-    ),
-    replace(
-        _TP_FSDP, name="hsdp+tp", mesh_shape=(2, 2, 2), axes=(*_REPLICAS, "tp"), data_axes=_REPLICAS
-    ),
-)
-
+CASES = (_FSDP2, _TP, _FSDP4, _HSDP, _TP_FSDP, _EP_FSDP, _SPLIT_EP, _HSDP_TP)
 # For the `dedicated` layout, where ``data_parallel`` is for what dmuon does not keep; where there
 # is none, dmuon reduces all gradients.
-DEDICATED_CASES: tuple[ParallelCase, ...] = (
-    ParallelCase("plain", (2,), _DP, _DP, ParallelModel),
-    _FSDP2,
-    _FSDP4,
-    _HSDP,
-    replace(_TP_FSDP, name="tp+dp", data_parallel=_as_it_is),
-    _TP_FSDP,
-)
+_PLAIN = ParallelCase("plain", (2,), _DP, _DP, ParallelModel)
+DEDICATED_CASES = (_PLAIN, _FSDP2, _FSDP4, _HSDP, _TP_DP, _TP_FSDP)

@@ -29,6 +29,7 @@ from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError
 
 COMPARED = ("round_robin", "greedy", "milp")
+MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
 
@@ -50,11 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
-    model = (
-        "a preset, the path of a Hugging Face config.json, or module:function that returns a "
-        f"model. Presets: {', '.join(PRESETS)}"
-    )
-    what.add_argument("--model", help=model)
+    what.add_argument("--model", help=f"{MODELS}. Presets: {', '.join(PRESETS)}")
     verify = "only check the certificate of a saved plan"
     what.add_argument("--verify", metavar="PLAN.json", help=verify)
     add = group.add_argument
@@ -144,7 +141,8 @@ def _heads(text: str) -> tuple[str, int]:
     return pattern, count
 
 
-def _topology(args: argparse.Namespace) -> Topology:
+def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
+    """Makes the plan that is asked for, with the solver of a name."""
     if args.mesh is None:
         raise PlanError("--model needs --mesh, such as --mesh 4x8")
     shape = args.mesh
@@ -154,28 +152,21 @@ def _topology(args: argparse.Namespace) -> Topology:
     ranks_per_node = shape[-1] if args.ranks_per_node is None else args.ranks_per_node
     device_type = "cpu" if args.costs == "analytic:cpu" else GPU
     try:
-        return Topology(shape, axes, ranks_per_node, device_type)
+        topology = Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
         raise PlanError(f"--mesh: {error}") from error
-
-
-def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
-    """Makes the plan that is asked for, with the solver of a name."""
-    topology = _topology(args)
     options = PlannerOptions(
         time_limit_s=args.time_limit,
         owner_memory_bytes=args.memory,
         max_batch=args.max_batch,
-        ranks_per_node=topology.ranks_per_node,
+        ranks_per_node=ranks_per_node,
         co_owners=args.co_owners or "off",
     )
     # Momentum then lies with the shards, as it must where matrices are shared.
     layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
-    costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
-    splits, heads = dict(args.splits), dict(args.heads)
-    specs = model_specs(args.model, args.dtype, splits=splits, heads=heads)
-    what = specs, topology, costs
-    return lambda solver: solve(*what, layout=layout, solver=solver, options=options)
+    costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)
+    specs = model_specs(args.model, args.dtype, splits=dict(args.splits), heads=dict(args.heads))
+    return lambda name: solve(specs, topology, costs, layout=layout, solver=name, options=options)
 
 
 def _header(model: str, plan: OwnershipPlan) -> str:
@@ -236,10 +227,9 @@ def wrote(path: str, write: Callable[[], object]) -> None:
 def _check_writable(path: str) -> None:
     """Raise PlanError for a path that cannot be written, before minutes go into planning."""
     folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path) or "."
+    exists = os.path.exists(path)
     # A file is replaced by another, unless it is a device.
-    needed = [path] * os.path.exists(path) + [folder] * (
-        os.path.isfile(path) or not os.path.exists(path)
-    )
+    needed = [path] * exists + [folder] * (os.path.isfile(path) or not exists)
     if not path:
         reason = "the path is empty"
     elif os.path.isdir(path):
@@ -255,7 +245,7 @@ def _check_writable(path: str) -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     planner = _planner(args)
-    reports: dict[str, LoadBalanceReport] = {}
+    reports: dict[str, LoadBalanceReport | None] = dict.fromkeys(COMPARED)
     notes = []
     for solver in COMPARED:
         try:
@@ -268,14 +258,14 @@ def _compare(args: argparse.Namespace) -> int:
             note = ": ".join(filter(None, (ran, plan.search.note)))
         if note:
             notes.append(f"{solver}: {note}")
-    if not reports:
+    if not any(reports.values()):
         raise PlanError("no solver found a plan. " + note)
-    bound = max(report.lower_bound_ms for report in reports.values())
-    rows = []
-    for solver in COMPARED:
-        report = reports.get(solver)
-        row = {"model": args.model, "owners": plan.topology.world, "solver": solver}
-        row |= {
+    bound = max(report.lower_bound_ms for report in reports.values() if report)
+    rows = [
+        {
+            "model": args.model,
+            "owners": plan.topology.world,
+            "solver": solver,
             "makespan_ms": report and report.makespan_ms,
             "lower_bound_ms": bound,
             # To the best bound of all solvers.
@@ -284,7 +274,8 @@ def _compare(args: argparse.Namespace) -> int:
             "status": report.plan.status if report else "no plan",
             "seconds": report and report.plan.search.seconds,
         }
-        rows.append(row)
+        for solver, report in reports.items()
+    ]
     summary = f"{len(plan.owners)} matrices, costs {plan.cost_source}"
     lines = [_header(args.model, plan), summary, _comparison(rows), *notes]
     show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)

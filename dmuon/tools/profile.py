@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -19,7 +19,7 @@ from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.text import grid, printed
 from dmuon.scheduler.costs import CostTable, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
-from dmuon.tools.plan import positive, wrote
+from dmuon.tools.plan import MODELS, positive, wrote
 from dmuon.types import PlanError
 
 _WIDTH = 110  # columns of what is printed to anything but a terminal
@@ -28,11 +28,7 @@ _WIDTH = 110  # columns of what is printed to anything but a terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     what = parser.add_argument_group("what to measure").add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--model",
-        help="a preset, the path of a Hugging Face config.json, or module:function that returns "
-        "a model (see python -m dmuon plan --help)",
-    )
+    what.add_argument("--model", help=f"{MODELS} (see python -m dmuon plan --help)")
     what.add_argument("--shapes", metavar="MxN,...", help="such as 1024x4096,512x512")
     add = parser.add_argument
     add("--dtype", help="of the parameters (default: the model's own; float32 for --shapes)")
@@ -69,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(
             f"--device {args.device}: torch finds no such device here; try --device {device.type}"
         )
-    limits = {"max_batch": args.max_batch, "profile_budget_s": args.budget}
-    options = PlannerOptions(**limits, cache_dir=args.cache_dir)
+    options = PlannerOptions(
+        max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
+    )
     how = {"momentum": args.layout != "sharded", "fresh": args.fresh}
     keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
     try:
@@ -80,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - begin
     cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
-    sys.stdout.write(
-        (table.to_json() if args.out == "-" else _rendered(table, cases, seconds)) + "\n"
-    )
+    print(table.to_json() if args.out == "-" else _rendered(table, cases, seconds))
     if args.out not in (None, "-"):
         wrote(args.out, lambda: table.save(args.out))
     return 0
@@ -91,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
     """The matrices to measure for: the model's, or enough of each shape for every batch size."""
     if args.model is not None:
-        keys = [matrix.key for matrix in model_specs(args.model, args.dtype).matrices]
-        if not keys:
+        matrices = model_specs(args.model, args.dtype).matrices
+        if not matrices:
             raise PlanError(f"--model {args.model} has no matrices")
-        return keys
+        return [matrix.key for matrix in matrices]
     dtype = args.dtype or "float32"
     if dtype not in ITEM_SIZE:
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
@@ -118,23 +113,20 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
     origins = Counter(table.origin(case.key, case.batch) for case in cases)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
-    words = ("shape", "dtype", "origin", "kernel")
-    rows = grid((*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]), words)
-    previous = None
-    for case in cases:
-        (m, n, dtype), key, batch = case.key, case.key, case.batch
-        ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
-        rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
-        if key != previous and previous is not None:
-            rows.add_section()
-        rows.add_row(
-            *((f"{m} x {n}", dtype) if key != previous else ("", "")),
-            *(str(batch), f"{ms:.3f}", f"{ms / batch:.3f}"),
-            f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
-            *(origin, table.kernel(key, batch).rpartition("/")[0]),
-            style=None if origin == "measured" else "dim",
-        )
-        previous = key
+    headings = "shape", "dtype", "batch", "ms", "ms per matrix", "GFLOP/s", "origin", "kernel"
+    rows = grid(headings, ("shape", "dtype", "origin", "kernel"))
+    for key, of_shape in groupby(cases, lambda case: case.key):
+        m, n, dtype = key
+        named = f"{m} x {n}", dtype
+        for batch in (case.batch for case in of_shape):
+            ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
+            rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
+            speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}"
+            kernel = table.kernel(key, batch).rpartition("/")[0]
+            cells = *named, str(batch), f"{ms:.3f}", f"{ms / batch:.3f}", speed, origin, kernel
+            rows.add_row(*cells, style=None if origin == "measured" else "dim")
+            named = "", ""
+        rows.add_section()
     note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
     text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=_WIDTH, plain=False)
     return f"Newton-Schulz {table.source}\n{text}"

@@ -34,7 +34,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fixed_costs import analytic_costs
+from tests.fixed_costs import analytic_costs, fixed_products
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks once one has failed
@@ -53,6 +53,7 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
     import dmuon.api
 
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
+    fixed_products().start()
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(rank)

@@ -47,7 +47,7 @@ class Layout:
         return math.prod(self.mesh or (2,))
 
 
-_SHARDED: dict[str, Any] = {"options": dmuon.ShardedOptions(), "from_first": False}
+_SHARDED: dict[str, Any] = {"options": dmuon.ShardedOptions(min_buckets=3), "from_first": False}
 
 
 def sharded(*shape: int, build: Callable[[], nn.Module] = ParallelModel, **policy: Any) -> Layout:

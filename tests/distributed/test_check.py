@@ -53,11 +53,16 @@ def scaled(factor, *ranks):
 def lost_gradient(lost):
     """What rank 1 gives to a reduction is zero."""
 
-    def reduce(honest, rank, self, tensor, dst, *, tag):
-        given = tensor.zero_() if tag == lost and rank == 1 else tensor
-        return honest(self, given, dst, tag=tag)
+    def emptied(honest, rank, self, given, *args, tag):
+        for part in (given if isinstance(given, list) else [given]) if tag == lost else ():
+            part.mul_(rank != 1)
+        return honest(self, given, *args, tag=tag)
 
-    return planted(C10dTransport, "reduce", reduce)
+    def plant(monkeypatch, rank):
+        for name in ("reduce", "reduce_scatter"):
+            planted(C10dTransport, name, emptied)(monkeypatch, rank)
+
+    return plant
 
 
 def _doubled(honest, rank, self, tensor, *, tag, maximum=False):
@@ -79,16 +84,29 @@ def wrong_broadcast(prefix, change):
     """Rank 1 receives something else: ``change(what arrived, what arrived the time before)``."""
     seen = {}
 
-    def broadcast(honest, rank, self, tensor, src, *, tag):
-        work = honest(self, tensor, src, tag=tag)
+    def changed(work, rank, self, tensor, src, tag):
         if tag.startswith(prefix) and rank == 1 and src != self.rank:
             work.wait()
             arrived, key = tensor.clone(), (tag, src, tensor.numel())
             tensor.data.copy_(change(arrived, seen.get(key, arrived)))
             seen[key] = arrived
+
+    def broadcast(honest, rank, self, tensor, src, *, tag):
+        work = honest(self, tensor, src, tag=tag)
+        changed(work, rank, self, tensor, src, tag)
         return work
 
-    return planted(C10dTransport, "broadcast", broadcast)
+    def all_gather(honest, rank, self, parts, *, tag):
+        work = honest(self, parts, tag=tag)
+        for src, part in enumerate(parts):
+            changed(work, rank, self, part, src, tag)
+        return work
+
+    def plant(monkeypatch, rank):
+        planted(C10dTransport, "broadcast", broadcast)(monkeypatch, rank)
+        planted(C10dTransport, "all_gather", all_gather)(monkeypatch, rank)
+
+    return plant
 
 
 class OnWait:
@@ -126,7 +144,16 @@ def lost_message(tag):
         lost = kwargs["tag"] == tag and rank == 1
         return honest(self, output.zero_().clone() if lost else output, *args, **kwargs)
 
-    return planted(C10dTransport, "all_to_all", all_to_all)
+    def all_gather(honest, rank, self, parts, **kwargs):
+        lost = kwargs["tag"] == tag and rank == 1
+        came = [part.zero_().clone() if r != self.rank else part for r, part in enumerate(parts)]
+        return honest(self, came if lost else parts, **kwargs)
+
+    def plant(monkeypatch, rank):
+        planted(C10dTransport, "all_to_all", all_to_all)(monkeypatch, rank)
+        planted(C10dTransport, "all_gather", all_gather)(monkeypatch, rank)
+
+    return plant
 
 
 # ---- replicated --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.internals import ParamsRuntime
 
 STEPS = 3
 LAID: dict[str, Layout] = {
-    **{name: laid for name, laid in LAYOUTS.items() if laid.options == dmuon.ShardedOptions()},
+    **{n: laid for n, laid in LAYOUTS.items() if isinstance(laid.options, dmuon.ShardedOptions)},
     "hsdp 2x4": on("hsdp", 2, 4),
     "tp+fsdp8": on("tp+fsdp", 4, 2),
     "ddp4": replace(on("ddp", 4), build=ParallelModel),

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import dmuon
+import dmuon.comm.transport as transport_module
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts
-from tests.distributed.models import Net, Ordered
+from tests.distributed.layouts import IN_TURN, layouts
+from tests.distributed.models import Net, Ordered, Pieces
 from tests.distributed.twins import both
 from tests.internals import C10dTransport, Work
 from tests.transports import Event, RecordingTransport
@@ -136,6 +139,117 @@ def test_no_collective_depends_on_what_is_completed(rank, world):
                 assert ("gradients across replicas" in tags) == replicas
                 assert_one_order(logs)
                 pair.check()
+
+
+# ---- what several ranks own, in one collective ------------------------------------------
+
+
+def of_rank(rank, sizes, dtype=torch.float32):
+    """What a rank has of the parts of every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def sizes_of(world):
+    """Sizes of the parts of all ranks: uneven, equal, of one rank, of one rank almost alone."""
+    yield [5 + 3 * r for r in range(world)]
+    yield [0, *([7] * (world - 1))] if world > 1 else [7]
+    yield [4] * world
+    yield [1] * world
+    yield [0] * (world - 1) + [6]
+    yield [100] + [1] * (world - 1)
+
+
+def as_grouping(patch, world):
+    """A backend that launches lists of uneven tensors together, as torch does it for NCCL: by a
+    broadcast or a reduction for each rank, in place. Equal ones it would copy."""
+    issued = []
+
+    def check(tensors, mine):
+        assert len(tensors) == world and len({t.numel() for t in tensors}) > 1
+        assert mine is tensors[dist.get_rank()]
+        issued.append(len(tensors))
+
+    def one_by_one(issue, tensors, **how):
+        for r, tensor in enumerate(tensors):
+            if tensor.numel():
+                work = issue(tensor, r, **how)
+                work.wait()
+        return work
+
+    def all_gather(tensors, mine, **how):
+        check(tensors, mine)
+        return one_by_one(dist.broadcast, tensors, **how)
+
+    def reduce_scatter(mine, tensors, **how):
+        check(tensors, mine)
+        return one_by_one(dist.reduce, tensors, **how)
+
+    patch.setattr(transport_module, "backend_of", lambda *_: "nccl")
+    patch.setattr(dist, "all_gather", all_gather)
+    patch.setattr(dist, "reduce_scatter", reduce_scatter)
+    return issued
+
+
+@pytest.mark.parametrize("grouping", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(1, 2, 3, 4)
+def test_parts_of_any_sizes_reach_every_rank_and_sums_their_owners(rank, world, dtype, grouping):
+    with pytest.MonkeyPatch.context() as patch:
+        transport = C10dTransport(range(world))
+        issued = as_grouping(patch, world) if grouping else []
+        for sizes in sizes_of(world):
+            everyone = [of_rank(r, sizes, dtype) for r in range(world)]
+            parts = of_rank(rank, sizes, dtype)
+            transport.all_gather(parts, tag="gathered").wait()
+            for r, part in enumerate(parts):
+                assert torch.equal(part, everyone[r][r]), (sizes, r)
+            parts = of_rank(rank, sizes, dtype)
+            work = transport.reduce_scatter(parts, tag="reduced")
+            for _ in range(2):  # more than one segment may wait for it
+                work.wait()
+            assert work.is_completed()
+            expected = torch.stack([e[rank].double() for e in everyone]).sum(0)
+            torch.testing.assert_close(
+                parts[rank].double(), expected, rtol=0, atol=0.1 if dtype.itemsize < 4 else 1e-5
+            )
+        several = [sizes for sizes in sizes_of(world) if sum(map(bool, sizes)) > 1]
+        assert len(issued) == 2 * len(several) * grouping
+        transport.close()
+
+
+@distributed(4)
+def test_a_sum_does_not_depend_on_the_rank_that_it_goes_to(rank, world):
+    """Gradients are added in the order of the ranks, so another plan gives the same bits."""
+    transport, found = C10dTransport(range(world)), []
+    for turn in range(world):
+        parts = of_rank(rank, [40] * world)
+        same = of_rank(10 + rank, [40])[0]
+        parts[turn].copy_(same)
+        transport.reduce_scatter(parts, tag="reduced").wait()
+        found.append(parts[turn].tolist() if turn == rank else None)
+    (mine,) = [one for one in found if one is not None]
+    assert len({tuple(one) for one in gathered(mine)}) == 1
+    transport.close()
+
+
+@distributed(2, 4)
+def test_a_group_takes_as_many_all_gathers_as_one_owner_has_parts_of_it(rank, world):
+    """Whole parameters of an owner are one part; of a stack whose matrices have several owners each
+    stretch of one owner's is another."""
+    with both(Pieces, transport=RecordingTransport, **IN_TURN) as pair:
+        pair.train([0])
+        pair.events.clear()
+        pair.train([1])
+        gathers = [event for event in pair.events if event.op == "all_gather"]
+        found = {event.tag: [e.peer for e in gathers if e.tag == event.tag] for event in gathers}
+        for peers in found.values():
+            assert len(peers) == max(Counter(chain(*peers)).values())
+        assert max(map(len, found.values())) > 1
+        reduced = [event for event in pair.events if event.op == "reduce_scatter"]
+        assert len(reduced) == len(found) // 2, "forward and backward; one for gradients"
+        assert len({event.op for event in pair.events} & {"broadcast", "reduce"}) == 0
+        pair.check()
 
 
 # ---- ranks that do not do the same -------------------------------------------------------

@@ -79,7 +79,7 @@ def a_step(pair) -> None:
 def line(entry: Event | str) -> str:
     if isinstance(entry, str):
         return entry
-    peer = "" if entry.peer is None else f" {entry.peer}"
+    peer = "" if entry.peer is None else f" {entry.peer}".replace(",)", ")")
     return f"{entry.op}{peer}: {entry.tag}, {entry.nbytes} bytes"
 
 
@@ -95,25 +95,25 @@ def events_of_a_step(**kwargs) -> list[str]:
 
 
 # Owners by round robin: layer 0 and 2 at rank 0, layer 1 at rank 1. Layers of 8 x 12, 12 x 20 and
-# 20 x 6 elements of 4 bytes. The first two broadcasts left at the end of the step before.
+# 20 x 6 elements of 4 bytes. The first two all-gathers left at the end of the step before.
 GOLDEN = """
 forward of 0
-broadcast 0: forward layers.2, 480 bytes
+all_gather (0): forward layers.2, 480 bytes
 forward of 1
 forward of 2
-broadcast 0: backward layers.2, 480 bytes
-broadcast 1: backward layers.1, 960 bytes
+all_gather (0): backward layers.2, 480 bytes
+all_gather (1): backward layers.1, 960 bytes
 backward of 2
-reduce 0: gradients, 480 bytes
-broadcast 0: backward layers.0, 384 bytes
+reduce_scatter (0): gradients, 480 bytes
+all_gather (0): backward layers.0, 384 bytes
 backward of 1
-reduce 1: gradients, 960 bytes
+reduce_scatter (1): gradients, 960 bytes
 backward of 0
-reduce 0: gradients, 384 bytes
+reduce_scatter (0): gradients, 384 bytes
 all_reduce: flags, 6 bytes
 all_reduce: verdict, 80 bytes
-broadcast 0: forward layers.0, 384 bytes
-broadcast 1: forward layers.1, 960 bytes
+all_gather (0): forward layers.0, 384 bytes
+all_gather (1): forward layers.1, 960 bytes
 """.strip().splitlines()
 
 
@@ -131,10 +131,7 @@ def test_the_events_of_one_step_with_replicas(rank, world):
     everyone = gathered(events_of_a_step(mesh=(2, 2), options={"prefetch": 0}))
     # Owners in the order of the diagonal: layer 0 at rank 0, 1 at rank 3, 2 at rank 1 or 2.
     for replica in (everyone[:2], everyone[2:]):
-        inside = [
-            [e for e in events if e.startswith("broadcast") and "publish" not in e]
-            for events in replica
-        ]
+        inside = [[e for e in events if e.startswith("all_gather")] for events in replica]
         assert inside[0] == inside[1]
     for column in (everyone[::2], everyone[1::2]):
         across = [[e for e in events if "publish" in e or "across" in e] for events in column]
@@ -178,7 +175,7 @@ def test_slices_travel_once_to_the_owner_and_back(rank, world):
 def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
     """Of eleven delayed collectives a step, three are on the critical path.
 
-    These are the last broadcast of forward sent again for backward, the reduction of layer 0
+    These are the last layer of forward sent again for backward, the reduction of layer 0
     with the flags beside it, and the verdict. What the next forward pass needs first left with the
     step before.
     Without prefetching four more are waited for, two in each pass.

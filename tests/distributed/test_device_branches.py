@@ -9,10 +9,14 @@ form, which an accelerator takes, rounds differently, and so would the gradients
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +27,7 @@ from torch.distributed.tensor import Shard
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
-from tests.accelerator import host_cannot_read, nothing_read
+from tests.accelerator import host_cannot_read, nothing_read, reading_allowed
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout, on, shared
 from tests.distributed.models import Ordered, half
@@ -299,6 +303,67 @@ def test_sharded_steps_equal_the_reference(rank, world, layout, case):
     laid = WHOLE if layout == "plain" else layout
     with host_cannot_read():
         run(laid, SHARDED_STEPS, compare=True, averages=layout == "plain", **case)
+
+
+@contextmanager
+def list_kernels() -> Iterator[Counter[str]]:
+    """The kernels of an accelerator, interpreted; yields how often each was called."""
+    from tests.unit.test_triton import interpreted
+
+    module, counts = interpreted("triton_lists"), Counter[str]()
+
+    def counted(name: str) -> Any:
+        real = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            with reading_allowed():  # the interpreter does
+                return real(*args, **kwargs)
+
+        return call
+
+    kernels = SimpleNamespace(**{n: counted(n) for n in ("norms", "advance", "update")})
+    kernels.copy = counted("copy")
+    with (
+        patch("dmuon.rule.list_kernels", lambda device: kernels),
+        patch("dmuon.step.on_params.list_kernels", lambda device: kernels),
+    ):
+        yield counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "period", "case"),
+    [
+        ("fsdp2", 2, 1, {}),
+        ("fsdp2", 2, 3, {}),
+        ("tp", 2, 1, {}),
+        ("hsdp", 4, 1, {}),
+        ("fsdp2", 2, 1, SHARED),
+        ("dedicated", 2, 1, {"build": partial(Ordered, layers=4)}),
+    ],
+)
+@distributed()
+def test_list_kernels_take_the_same_steps(rank, world, layout, period, case):
+    """Whole steps of an accelerator, kernels included, beside the reference or the same run by
+    torch's operations."""
+    pytest.importorskip("triton", reason="Triton is made for Linux")
+    steps = SHARDED_STEPS
+    if "build" in case:
+        layout, steps = OWNERS[layout][0], STEPS
+        case = case | {"only": {"publish": "sync"}}
+    elif layout == "tp":
+        steps = [s for s in steps if s.clip != "torch"]
+    muon = {"adamw_lr": 0.0} if period != 1 else {}
+    case = {"only": {"period": period}, **case} if period != 1 else case
+    with host_cannot_read(), list_kernels() as counts:
+        found = run(layout, steps, compare=period == 1, **case, muon=muon)
+    assert min(counts[name] for name in ("norms", "advance", "update")) > 0
+    # In full steps too, of parameters whose gradient is missing on this rank.
+    if period != 1:
+        with host_cannot_read():
+            wanted = run(layout, steps, compare=False, **case, muon=muon)
+        for one, two in zip(found[0].values(), wanted[0].values(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @distributed(2)

@@ -479,7 +479,7 @@ def test_what_travels_and_what_every_rank_keeps(rank, world, dtype):
     workspace = stats["step_bytes"]
     assert all(isinstance(n, int) and n >= 0 for n in workspace.values())
     # Of each matrix one rank, its owner, has an operand.
-    assert sum(gathered(workspace["operands"])) == 4 * sum(matrices.values())
+    assert sum(gathered(workspace["operands"])) == dtype.itemsize * sum(matrices.values())
     for name, p in t.bare.named_parameters():
         keys = {"momentum_buffer"} if name in matrices else {"step", "exp_avg", "exp_avg_sq"}
         assert t.opt.state[p].keys() == keys, name

@@ -126,12 +126,12 @@ def test_ranks_that_find_bfloat16_fast_and_slow_measure_the_same_products(rank, 
 @distributed(2, 4)
 def test_the_slowest_rank_counts_for_each_entry_and_one_writes(rank, world):
     slowest = {pair: i % world for i, pair in enumerate(BATCHES)}
-    timer = Timer(lambda key, b, _: 10.0 + b + (5.0 if slowest[key, b] == rank else 0.0))
+    timer = Timer(lambda key, b, _: 0.1 + b + (0.5 if slowest[key, b] == rank else 0.0))
     with setting(world) as (transport, folder):
         with mock.patch.object(costs, "add_to_cache", wraps=costs.add_to_cache) as add:
             table = costs_of(transport, folder, timer)
             assert sum(transport.gather_objects(add.call_count)) == 1
-        assert flat(table) == {(key, b): 15.0 + b for key, b in BATCHES}
+        assert flat(table) == {(key, b): pytest.approx(0.6 + b) for key, b in BATCHES}
         assert f"{world} processes" in table.source and timer.sharing == world
         # What was agreed on is what is kept, and what every rank finds the next time.
         again = always(1.0)
@@ -142,22 +142,22 @@ def test_the_slowest_rank_counts_for_each_entry_and_one_writes(rank, world):
 def test_all_measure_what_one_lacks_and_caches_that_differ_are_merged(rank, world):
     with setting(world) as (transport, root):
         own = root / str(rank)  # as on machines with a cache each
-        costs_of(transport, own, Timer(lambda key, b, _: 10.0 + b))
+        costs_of(transport, own, Timer(lambda key, b, _: 0.25 + b))
         if rank == 1:
-            edit(own, lambda text: text.replace("12.0", "50.0").replace("11.0", "5.0"))
+            edit(own, lambda text: text.replace("2.25", "3.75").replace("1.25", "0.5"))
         timer = always(1.0)
-        merged = {(A, 1): 11.0, (A, 2): 50.0, (A, 3): 13.0, (B, 1): 11.0}
+        merged = {(A, 1): 1.25, (A, 2): 3.75, (A, 3): 3.25, (B, 1): 1.25}
         for _ in range(2):
             assert flat(costs_of(transport, own, timer)) == merged and not timer.runs
         if rank == 0:  # one entry is lost on one rank
-            edit(own, lambda text: text.replace('"2": 50.0,', ""))
+            edit(own, lambda text: text.replace('"2": 3.75,', ""))
         # A new time replaces a cached one.
         assert flat(costs_of(transport, own, timer)) == merged | {(A, 2): 1.0}
         assert timer.measured == {(A, 2)}
         if rank == 1:  # and all of them
             shutil.rmtree(own)
-        timer = always(20.0 + rank)
-        assert set(flat(costs_of(transport, own, timer)).values()) == {21.0}
+        timer = always(2.5 + rank)
+        assert set(flat(costs_of(transport, own, timer)).values()) == {3.5}
         assert timer.measured == set(BATCHES)
         if rank == 1:  # its times are of another kernel
             edit(own, lambda text: text.replace('"kernels": []', json_kernels(OTHER)))

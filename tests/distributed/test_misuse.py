@@ -197,7 +197,7 @@ def test_the_current_device_was_not_set(rank, world):
             fully_shard(wrapped)
         planning = ASKING if kind_of_model == "plain" else {}
         with monkeypatch.context() as patch:
-            patch.setattr(dmuon.api, "flaw_of_device", lambda named: flaw)
+            patch.setattr(dmuon.dtensors, "flaw_of_device", lambda named: flaw)
             patch.setattr(dist, "all_gather_object", lambda *_, **__: pytest.fail("sent"))
             kind, start = (OwnershipError, "") if flaw else (ConsensusError, ".*on rank 1: ")
             with pytest.raises(kind, match=start + message):

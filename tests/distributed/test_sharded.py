@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
+from dmuon.kernels.choice import Speeds
 from dmuon.scheduler.costs import CostTable
 from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise, assert_close
@@ -43,14 +45,16 @@ class Shapes(nn.Module):
             self.add_module(name, module)
 
 
-def placed(*placements: Placement) -> Layout:
-    """Every parameter as it is told, on a mesh of one axis."""
+def placed(*placements: Placement | tuple[Placement, ...]) -> Layout:
+    """Every parameter as it is told, on a mesh of one axis, or of as many as placements."""
 
     def place(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         places = iter(placements)
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
-                part = distribute_tensor(p.detach(), mesh, [next(places)])
+                place = next(places)
+                on = place if isinstance(place, tuple) else (place,)
+                part = distribute_tensor(p.detach(), mesh, on)
                 module.register_parameter(name, nn.Parameter(part))
         return model
 
@@ -160,19 +164,70 @@ def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
 @pytest.mark.parametrize("slow", [None, 0, 3])
 @distributed(4)
 def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
-    """Also where one rank has measured products in bfloat16 as slow."""
+    """Also where one rank has measured products in bfloat16 as slow, or calls as cheap."""
     is_fast = [rank != slow] if slow is not None else devices._has_bf16
     half = {"muon": {"ns_dtype": torch.bfloat16}, "only": {"period": 2}}
-    with patch.object(devices, "_has_bf16", is_fast), both(layout="hsdp", **half) as pair:
+    backend = "torch_rounded" if rank == slow == 0 else "torch"
+    measured = Speeds(backend, 0.0 if rank == slow else 1e9, 256)
+    with (
+        patch.object(devices, "_has_bf16", is_fast),
+        patch("dmuon.kernels.choice.measured_speeds", return_value=measured),
+        both(layout="hsdp", **half) as pair,
+    ):
         pair.train_alone(range(4))
         pair.opt.synchronize()
-        for name, p in pair.model.named_parameters():
-            for axis, placement in enumerate(p.placements):
-                if placement.is_replicate():
-                    mine = local_tensor(p).contiguous()
-                    other = mine.clone()
-                    dist.broadcast(other, group=p.device_mesh.get_group(axis), group_src=0)
-                    assert torch.equal(mine, other), name
+        assert_equal_replicas(pair.model)
+
+
+def assert_equal_replicas(model: nn.Module) -> None:
+    """Bit for bit; a collective call."""
+    for name, p in model.named_parameters():
+        for axis, placement in enumerate(p.placements):
+            if placement.is_replicate():
+                mine = local_tensor(p).contiguous()
+                other = mine.clone()
+                dist.broadcast(other, group=p.device_mesh.get_group(axis), group_src=0)
+                assert torch.equal(mine, other), name
+
+
+REPLICATED = {"rows": (7, 5), "few": (1, 6), "cols": (5, 7), "tall": (9, 4), "square": (6, 6),
+              "stack": (3, 4, 5), "first": (8, 6), "both": (9, 9), "all": (4, 5)}  # fmt: skip
+
+
+def missing_gradients(pair: Any, step: int) -> None:
+    """As `equal_gradients`; later the ranks with the first rows of one matrix lack them, and then
+    all ranks those of another one."""
+    equal_gradients(pair, step)
+    mesh = pair.mesh
+    if step == 1:
+        rows = -(-7 // mesh.shape[1])
+        pair.twin.rows_weight.grad[:rows] = 0
+        if mesh.get_local_rank(1) == 0:
+            pair.model.rows_weight.grad = None
+    if step == 2:
+        pair.twin.tall_weight.grad = pair.model.tall_weight.grad = None
+
+
+@pytest.mark.parametrize("least", [1, 3])  # buckets
+@pytest.mark.parametrize(("mesh", "world"), [((2, 2), 4), ((2, 4), 8), ((4, 2), 8)])
+@distributed()
+def test_replicas_along_any_axis_with_uneven_shards(rank, world, mesh, least):
+    """In one bucket are matrices that other ranks replicate, or more, or none."""
+    rows, cols = (Replicate(), Shard(0)), (Replicate(), Shard(1))
+    on = [rows, rows, cols, rows, rows, cols, (Shard(0), Replicate()), (Shard(0), Shard(1))]
+    how = {"axes": ("replicate", "shard"), "options": dmuon.ShardedOptions()}
+    laid = replace(placed(*on, (Replicate(), Replicate())), **how)
+    case = {"options": {"min_buckets": least}, "select": EVERYTHING, "round": missing_gradients}
+    with both(partial(Shapes, REPLICATED), laid, mesh=mesh, **case) as pair:
+        pair.train(range(4))
+        pair.check()
+        # Of a replica all gradients are lacking; what it gets is what the others get.
+        equal_gradients(pair, 4)
+        if pair.mesh.get_local_rank(0) == 1:
+            pair.model.square_weight.grad = pair.model.rows_weight.grad = None
+        pair.step()
+        pair.opt.synchronize()
+        assert_equal_replicas(pair.model)
 
 
 def numbered(shape: tuple[int, int], mesh: DeviceMesh, tp_dim: int, dp_dim: int) -> Any:

@@ -102,7 +102,7 @@ class BlockReference(ReferenceMuon):
                 for number in numbers:
                     box = _box(ranks == number)
                     blocks = (view(t)[box] for t in (p, p.grad, buffer))
-                    self._update(*blocks, self.param_groups[0])
+                    self._update(*blocks, self.param_groups[0], {})
         self._orthogonalize = orthogonalize
         if self.adamw is not None:
             self.adamw.step()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import Pools
-from tests.fixed_costs import analytic_costs
+from tests.fixed_costs import analytic_costs, fixed_products
 
 
 @pytest.fixture(scope="package")
@@ -24,5 +24,5 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def costs_without_a_clock() -> Iterator[None]:
-    with mock.patch("dmuon.api.measured_costs", analytic_costs):
+    with fixed_products(), mock.patch("dmuon.api.measured_costs", analytic_costs):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -50,8 +50,8 @@ class Slow(LocalTransport):
         self._stream = torch.Stream(device)
         self._work = torch.randn(4096, 4096, device=device)
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self.all_reduce(tensor, tag=tag)
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        return self.all_reduce(parts[self.rank], tag=tag)
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         self._stream.wait_stream(torch.accelerator.current_stream())

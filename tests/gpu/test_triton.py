@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton kernels need Triton")
 
-from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
+from dmuon.kernels import triton_lists, triton_small, triton_syrk
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
 from tests.co_owners import by_co_owners
@@ -17,7 +17,7 @@ from tests.products import POLAR
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import BF16, F16, F32, Kernels, check_symm
 
-GPU = Kernels("cuda", triton_syrk, triton_elementwise, triton_small)
+GPU = Kernels("cuda", triton_syrk, triton_lists, triton_small)
 gpu, empty = GPU.random, GPU.empty
 
 

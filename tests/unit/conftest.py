@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.fixed_costs import analytic_costs
+from tests.fixed_costs import analytic_costs, fixed_products
 
 
 def pytest_runtest_setup() -> None:
@@ -22,5 +22,5 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def costs_without_a_clock() -> Iterator[None]:
-    with mock.patch("dmuon.api.measured_costs", analytic_costs):
+    with fixed_products(), mock.patch("dmuon.api.measured_costs", analytic_costs):
         yield

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import step_cost, timing
+from benchmarks import cpus, step_cost, timing
 from benchmarks.timing import Laps, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -64,3 +64,13 @@ def test_step_cost_compares_two_checkouts(tmp_path, capsys):
     with pytest.raises(SystemExit):
         step_cost.main([*command, str(tmp_path)])
     assert "there is no dmuon/ in it" in capsys.readouterr().err
+
+
+def test_a_table_of_cpus(tmp_path, capsys):
+    path = tmp_path / "cpus.json"
+    command = ["--toy", "--case-s", "0.01", "--kinds", "AVX512_CORE_AMX", "AVX2"]
+    assert cpus.main([*command, "--json", str(path)]) == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["kind"] == "AVX2"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+    assert all(row["ratio"] > 0 and row["chosen_in_ms"] >= 0 for row in rows)
+    assert "| 2 x 40 x 64 | float32 |" in capsys.readouterr().out

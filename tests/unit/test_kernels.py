@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from dmuon import devices
+from dmuon.kernels import choice as choosing
 from dmuon.kernels.choice import (
     BACKENDS,
+    Speeds,
     backend_version,
     candidates,
+    choose_method,
+    common_choice,
     default_backend,
     fixed_choice,
+    fixed_speeds,
+    measured_speeds,
     multiplications,
     offered_backends,
     ops_of,
@@ -28,6 +34,7 @@ from tests.products import Products, gaussian, iterated, relative
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
+REAL_SECONDS = choosing._product_seconds
 
 
 # ---- the iteration over products ---------------------------------------------------------------
@@ -66,7 +73,8 @@ def test_number_of_products_and_when_a_batch_runs_as_one(
     expected = {("symmetric", ndim): times * symmetric, ("general", ndim): times * general}
     assert Counter(recording.calls) == expected
     torch.testing.assert_close(found, newton_schulz(x, dtype=F64), rtol=0, atol=1e-9)
-    assert StripsOps.batch_rows == RoundedOps.batch_rows == 511 and MatmulOps.batch_rows is None
+    assert StripsOps(128).batch_rows == 255 and MatmulOps.batch_rows is None
+    assert StripsOps().batch_rows == RoundedOps(BF16).batch_rows == 511
 
 
 def test_a_tall_matrix_is_not_copied_and_other_strides_are_refused():
@@ -234,6 +242,7 @@ def test_a_choice_is_a_text():
         KernelChoice("standard", (), "torch", "float32"),
         KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"),
         KernelChoice("gram", (2,), "triton_small", "float16"),
+        KernelChoice("standard", (), "torch_strips", "float32", "128"),
     ):
         assert KernelChoice.parse(str(choice)) == choice
     for text in (
@@ -241,6 +250,137 @@ def test_a_choice_is_a_text():
         *("gram/torch/float32", "gram[]/torch/float32", "gram[0]/torch/float32"),
         *("gram[2,1]/torch/float32", "gram[1,1]/torch/float32", "standard[2]/torch/float32"),
         *("gram[2]/torch/int8", "gram[2]/torch-64x64/float32"),
+        *("standard/torch_strips-0/float32", "standard/torch_strips-64x64/float32"),
     ):
         with pytest.raises(ValueError, match="no kernel choice"):
             KernelChoice.parse(text)
+
+
+# ---- what products cost here -------------------------------------------------------------------
+
+
+class Machine:
+    """A CPU with planted costs, in place of the clock and of the products: ``call`` seconds for
+    each product, ``rate`` multiplications and additions a second, ``copied`` elements a second
+    where a block is mirrored. ``slow``: factors of the products, in order; then 1."""
+
+    def __init__(self, monkeypatch, call: float, rate: float, copied: float, slow=()) -> None:
+        self.now, self.products, self.slow = 0.0, 0, iter(slow)
+        self._costs = call, rate, copied
+        for name in ("_seconds", "_speeds"):
+            monkeypatch.setattr(choosing, name, {})
+        monkeypatch.setattr(choosing, "_product_seconds", REAL_SECONDS)
+        monkeypatch.setattr(choosing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(MatmulOps, "general", self.general)
+        monkeypatch.setattr(MatmulOps, "symmetric", self.general)
+        monkeypatch.setattr(StripsOps, "mirror", self.mirror)
+
+    def general(self, a, b, c=None, *, out, **factors):
+        call, rate, _ = self._costs
+        self.products += 1
+        work = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+        self.now += (call + work / rate) * next(self.slow, 1.0)
+        return ()
+
+    def mirror(self, out, strips):
+        _, _, copied = self._costs
+        self.now += sum((high - low) * (len(out) - high) for low, high in strips) / copied
+
+    def choice(self, m: int, n: int, dtype: torch.dtype = BF16) -> str:
+        speeds = measured_speeds(CPU, dtype, min(m, n))
+        return str(fixed_choice(m, n, dtype, CPU, 5, speeds=speeds)).rpartition("/")[0]
+
+
+ZEN = {"call": 2e-5, "rate": 5e11, "copied": 1.5e9}
+AMX = {"call": 2e-5, "rate": 15e11, "copied": 1.2e9}
+
+
+@pytest.fixture
+def bf16(monkeypatch):
+    monkeypatch.setattr(devices, "_has_bf16", [True])
+    return monkeypatch
+
+
+def test_forms_and_products_follow_what_is_measured(bf16):
+    machine = Machine(bf16, **ZEN)
+    assert machine.choice(1024, 4096) == "gram[1,3]/torch_strips"  # of 256 rows
+    assert machine.choice(1024, 1024) == "standard/torch_strips"
+    assert machine.choice(300, 300) == "standard/torch"
+    assert machine.choice(128, 128) == "standard/torch_strips"  # too small for any
+    machine = Machine(bf16, **AMX)
+    assert machine.choice(512, 512) == "standard/torch"
+    assert machine.choice(512, 2048) == "gram[1,3]/torch"
+    assert machine.choice(1024, 4096) == "gram[1,3]/torch_strips-512"
+    # Calls that take as long as the products of 256 rows leave nothing for more of them to save.
+    assert Machine(bf16, **ZEN).choice(256, 600) == "gram[1,3]/torch"
+    assert Machine(bf16, **(ZEN | {"call": 2e-4})).choice(256, 600) == "standard/torch"
+    # Calls and copies that cost nothing: strips win from the first size on.
+    assert Machine(bf16, 1e-9, 5e11, 1e15).choice(256, 256) == "standard/torch_strips-128"
+
+
+def test_noise_does_not_choose(bf16):
+    for slow in (3.0, 20.0):
+        for k in range(4):
+            machine = Machine(bf16, **ZEN, slow=[1.0] * k + [slow] * 7)
+            assert machine.choice(300, 300) == "standard/torch", "of plain products"
+            assert machine.choice(512, 512) == "standard/torch_strips"
+    # What is faster by less than the margin is not clearly so: 0.77 of the time, and the copies.
+    for copied, expected in ((1.2e9, "torch_strips"), (5.5e8, "torch")):
+        assert Machine(bf16, 2e-5, 5e11, copied).choice(512, 512) == f"standard/{expected}"
+
+
+def test_it_is_measured_once_and_no_more_than_needed(bf16):
+    machine = Machine(bf16, **ZEN)
+    machine.choice(20, 20)
+    assert machine.products == 0, "rounding errors of the clock would decide"
+    machine.choice(64, 64)
+    first, seconds = machine.products, machine.now
+    assert 0 < first <= 24 and seconds < 2e-3
+    for shape in ((64, 256), (200, 100), (300, 300)):
+        machine.choice(*shape)
+    assert machine.products == first
+    machine.choice(4096, 4096)  # strips win at 512, so 1024 is not measured
+    assert machine.products == 2 * first and machine.now < 0.01
+    machine.choice(64, 64, F32)
+    assert machine.products == 3 * first
+    fixed = {"method": "gram", "backend": "torch_strips"}
+    newton_schulz(torch.ones(40, 80), dtype=F64, steps=0, **fixed)
+    assert machine.products == 3 * first, "nothing is measured for a choice that is given"
+    assert measured_speeds("meta", F32, 512) == fixed_speeds("meta", F32)
+    assert measured_speeds(CPU, F16, 512).backend == "torch_rounded"
+
+
+def test_the_function_runs_what_was_measured(bf16):
+    x = gaussian(256, 256).float()
+    found = {}
+    for strip in (128, 256):
+        key = CPU, F32, 256, 1
+        bf16.setattr(choosing, "_speeds", {key: Speeds("torch_strips", 3e5, strip)})
+        found[strip] = newton_schulz(x, dtype=F32)
+        choice = fixed_choice(256, 256, F32, CPU, 5, speeds=choosing._speeds[key])
+        assert str(choice).split("/")[1] == ("torch_strips-128" if strip == 128 else "torch_strips")
+    assert not torch.equal(found[128], found[256])
+    plain = newton_schulz(x, dtype=F32, method="standard", backend="torch")
+    assert torch.equal(found[256], plain) and relative(found[128], plain) < 1e-4
+
+
+def test_ranks_that_measured_differently_agree():
+    few, many = Speeds("torch_strips", 1e6, 128), Speeds("torch_strips", 2e6, 256)
+    plain, rounded = Speeds("torch", 5e5, 256), Speeds("torch_rounded", 1e7, 256)
+    for found, expected in (
+        ({(BF16, few)}, few),
+        ({(BF16, few), (BF16, many)}, many),
+        ({(BF16, few), (BF16, plain)}, Speeds("torch", 1e6, 256)),
+        ({(BF16, plain), (BF16, rounded)}, Speeds("torch_rounded", 1e7, 256)),
+    ):
+        assert common_choice(found, CPU) == (BF16, expected)
+    found = {(BF16, few), (F32, few)}
+    assert common_choice(found, CPU) == (F32, fixed_speeds(CPU, F32))
+
+
+def test_calls_count_where_matrices_are_small():
+    for call, expected in ((0.0, "gram"), (1e9, "standard")):
+        assert choose_method(128, 512, BF16, 5, Speeds("torch", call, 256)) == expected
+    # Strips save more of the Gram form than of the standard one.
+    for backend, expected in (("torch", "standard"), ("torch_strips", "gram")):
+        assert choose_method(1024, 1536, BF16, 5, Speeds(backend, 1e6, 256)) == expected

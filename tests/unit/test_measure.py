@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,12 +38,12 @@ from dmuon.measure import (
     Case,
     OwnerTimer,
     Pace,
+    ProgressLine,
     cases_of,
     choose_kernels,
     gate_errors,
     measured_costs,
     median_times,
-    progress_bar,
 )
 from dmuon.rule import Rule
 from dmuon.scheduler.costs import CostTable, ShapeKey
@@ -138,6 +139,33 @@ def test_the_median_without_the_first_pass_counts_and_what_is_unsteady_is_run_to
     }
 
 
+def test_few_passes_do_where_they_take_long():
+    one, other = [Case((m, m, "float32"), 1) for m in (100, 200)]
+    # A slow second of the machine, in the second pass of both.
+    times = {one: [1.0, 3.0] + 9 * [2.0], other: [0.5, 4.0] + 9 * [2.0]}
+    for enough_ms, passes, ms in ((8499.0, 2, (1e3, 500.0)), (8501.0, 3, (2e3, 2e3))):
+        left = {case: iter(some) for case, some in times.items()}
+        timer = FakeTimer(lambda case, _, left=left: next(left[case]))
+        found = times_of([one, other], timer, enough_ms=enough_ms)
+        assert len(timer.runs) == 2 * passes
+        assert (found[one], found[other]) == pytest.approx(ms if passes == 2 else (2500.0, 3000.0))
+
+
+def test_who_has_lost_a_race_is_not_run_again():
+    # The second is slow once; the third always, if not by much; the fourth clearly.
+    times = {"a": [5.0] + 9 * [1.0], "b": [1.1, 9.0] + 8 * [1.1], "c": 10 * [1.2], "d": 10 * [1.3]}
+    for is_race in (False, True):
+        left = {kernel: iter(some) for kernel, some in times.items()}
+        timer = FakeTimer(lambda case, kernel, left=left: next(left[kernel]))
+        runs = [(ONE, kernel) for kernel in times]
+        pace = Pace(MODEL, clock=lambda timer=timer: timer.now)
+        assert median_times(runs, timer, pace, is_race=is_race).keys() == set(runs)
+        counts = Counter(kernel for _, kernel in timer.runs)
+        assert counts["a"] == counts["b"] == counts["c"] == 6 and counts["d"] == 2 + 4 * (
+            not is_race
+        )
+
+
 def test_a_tight_budget_reaches_all_once_and_a_run_counts_alone():
     cases = [Case((m, m, "float32"), 1) for m in (500, 510, 520, 530)]
     total = sum(MODEL.batch_ms(c.key, 1) for c in cases) / 1e3
@@ -210,9 +238,14 @@ def chosen(ms: dict[str, float], cases=(ONE,), cached=None, budget_s=1e6, timer=
 
 
 def test_the_fastest_is_chosen_and_the_fixed_rule_wins_a_tie():
-    timer = FakeTimer(lambda case, kernel: 2e-3 if kernel == OTHER else 3e-3)
-    assert chosen({}, timer=timer) == {ONE: OTHER}
-    assert [kernel for _, kernel in timer.runs] == OFFERED * 6, "in turns"
+    for slow, seconds, turns in (
+        (1.1, 1e-4, OFFERED * 6),
+        (1.5, 1e-4, OFFERED * 2 + [OTHER] * 4),
+        (1.1, 1e-2, OFFERED * 2),
+    ):
+        timer = FakeTimer(lambda _, kernel, s=seconds, x=slow: s if kernel == OTHER else x * s)
+        assert chosen({}, timer=timer) == {ONE: OTHER}
+        assert [kernel for _, kernel in timer.runs] == turns
     assert chosen({RULE: 1.0, OTHER: 0.98}) == {ONE: RULE}
     assert chosen({RULE: 1.0, OTHER: 0.96}) == {ONE: OTHER}
 
@@ -235,7 +268,8 @@ def test_what_time_or_memory_do_not_reach_is_left_to_the_rule():
     cases = [Case(ONE.key, batch) for batch in (1, 2)]
     assert chosen({}, cases, budget_s=1e-4) == {}
     slow = FakeTimer(lambda *_: 1.0)  # hundreds of times what is modelled: one is enough to know
-    assert list(chosen({}, cases, budget_s=8.0 * len(OFFERED), timer=slow)) == cases[:1]
+    two = [ONE, Case((48, 170, "float32"), 1)]
+    assert list(chosen({}, two, budget_s=6.0 * len(OFFERED), timer=slow)) == two[:1]
     small = FakeTimer(lambda *_: 1e-3)
     small.largest = 1
     assert list(chosen({}, cases, timer=small)) == cases[:1]
@@ -268,6 +302,23 @@ def test_what_need_not_be_measured():
     ):
         assert list(chosen({}, cases, timer=timer)) == cases
     assert {case.batch for case, _ in timer.runs} == {1}
+
+
+def test_a_cpu_runs_batches_that_take_long_with_the_kernel_of_a_smaller_one():
+    cases = [Case(ONE.key, batch, 16) for batch in (1, 2, 4, 8, 16)]
+
+    def seconds(case, kernel):
+        return (1.6e-3 if kernel == OTHER else 1.9e-3) * case.batch
+
+    timer = FakeTimer(seconds)
+    assert chosen({}, cases, timer=timer) == dict.fromkeys(cases, OTHER)
+    assert {case.batch for case, _ in timer.runs} == {1, 2, 4}, "4 x 1.6 ms is long"
+    gate = mock.patch("dmuon.measure.gate_errors", lambda _, c, *a, **k: dict.fromkeys(c, 0))
+    offered = [KernelChoice.parse(f"{form}/torch/float32") for form in ("standard", "gram[2]")]
+    with gate, mock.patch("dmuon.measure.candidates", return_value=offered):
+        timer.device, timer.runs = torch.device("cuda"), []
+        chosen({}, cases, timer=timer)
+    assert {case.batch for case, _ in timer.runs} == {1, 2, 4, 8, 16}
 
 
 @pytest.mark.parametrize("dtype", ERROR_LIMITS)
@@ -371,7 +422,7 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
 
     def place(transport):
         device, options, kernels = torch.device("cuda"), PlannerOptions(), KernelOptions()
-        return measure._Session(transport, device, options, kernels, torch.float16, True)
+        return measure._Session(transport, device, options, kernels, torch.float16, True, [])
 
     with (
         mock.patch("dmuon.devices.Cuda.name", return_value="NVIDIA H100"),
@@ -561,10 +612,10 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     """The same calls with the same operands, but for the values, as `Muon` with its defaults."""
     real, advance, calls = Orthogonalizer.run, Rule.operand, []
 
-    def work(rule, buffer, grad, hyper, *, out, working=None, fused=False):
+    def work(rule, buffer, grad, hyper, *, out, working=None, stays=None):
         settings = replace(hyper, lr=0.0, decay=0.0)
-        calls.append((*((t.shape, t.dtype) for t in (buffer, grad, out)), settings, fused))
-        return advance(rule, buffer, grad, hyper, out=out, working=working, fused=fused)
+        calls.append((*((t.shape, t.dtype) for t in (buffer, grad, out)), settings))
+        return advance(rule, buffer, grad, hyper, out=out, working=working, stays=stays)
 
     def iterate(runner, call, x):
         calls.append((call, x.shape, x.dtype))
@@ -642,19 +693,40 @@ def test_trouble_with_the_cache_is_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(("times", "terminal", "shown", "drawn"), [
-    ([1.0, 2.5], True, True, "\rx: 1/4, 8 x [64, 256]\x1b[K\r\x1b[K"),
-    ([0.5, 1.9], True, True, ""), ([5.0], True, False, ""), ([5.0], False, True, ""),
+    ([1.0, 2.5, 2.6], True, True, ["x, 8 x [64, 256]", "1/4", "2/4"]),
+    ([0.5, 1.9], True, True, []), ([5.0], True, False, []), ([1.9], False, True, []),
+    ([1.0, 2.5, 2.6], False, True, ["x (1 of 4); later runs find it in the cache\n"]),
+    ([5.0], False, False, []),
 ])  # fmt: skip
-def test_a_line_appears_after_two_seconds_on_one_rank_and_a_terminal(times, terminal, shown, drawn):
-    out, now = io.StringIO(), iter([0.0, *times])
+def test_after_two_seconds_one_rank_says_what_is_measured(times, terminal, shown, drawn):
+    out, now = io.StringIO(), iter([0.0, *times, 9.0])
     out.isatty = lambda: terminal
-    with (
-        mock.patch("sys.stderr", out),
-        progress_bar(4, "x", shown=shown, clock=lambda: next(now)) as show,
-    ):
-        for done, _ in enumerate(times):
-            show(done, Case((64, 256, "float32"), 8))
-    assert out.getvalue() == drawn
+    with mock.patch("sys.stderr", out), mock.patch.dict("os.environ", TERM="xterm", COLUMNS="99"):
+        line = ProgressLine(shown=shown, clock=lambda: next(now))
+        threads = threading.active_count()
+        with line.of("x", 4) as show:
+            for done, _ in enumerate(times):
+                show(done, Case((64, 256, "float32"), 8))
+                assert threading.active_count() == threads
+        cleared = out.getvalue()
+        if not terminal and drawn:
+            with line.of("y", 4) as show:
+                show(0, Case((64, 256, "float32"), 8))
+            assert out.getvalue() == drawn[0], "one line, whatever follows"
+    assert all(text in cleared for text in drawn) and bool(cleared) == bool(drawn)
+    if terminal and drawn:
+        assert "0/4" not in cleared and cleared.endswith("\x1b[2K")
+
+
+def test_what_takes_long_is_said_where_costs_are_measured(tmp_path, capsys):
+    made: list[FakeTimer] = []
+    line = partial(ProgressLine, clock=iter(range(10**6)).__next__)
+    with mock.patch("dmuon.measure.ProgressLine", line):
+        costs_of(tmp_path, timer=timers(made))
+        (text,) = capsys.readouterr().err.splitlines()
+        assert text.startswith("dmuon chooses kernels (1 of ")
+        costs_of(tmp_path, timer=timers(made))
+        assert capsys.readouterr().err == "", "nothing is measured"
 
 
 # ---- the profile command -----------------------------------------------------------------

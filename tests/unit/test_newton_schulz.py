@@ -200,12 +200,13 @@ def test_any_strides_and_leading_dims(dtype):
 def test_choice_of_method():
     for shape, dtype, steps, expected in (
         ((1024, 1024), BF16, 5, "standard"),
-        ((1024, 1536), BF16, 5, "standard"),  # equal multiplications
+        ((1024, 1280), BF16, 5, "standard"),  # about equal multiplications
         ((1024, 2048), BF16, 5, "gram"),
         ((2048, 1024), F16, 5, "gram"),
-        ((128, 512), BF16, 5, "standard"),  # too small
+        ((128, 512), BF16, 5, "standard"),  # too small: calls count
         ((128, 512), F32, 5, "gram"),
-        ((64, 4096), F32, 5, "standard"),
+        ((32, 128), F32, 5, "standard"),
+        ((32, 4096), F32, 5, "gram"),
         ((1024, 4096), BF16, 1, "standard"),
     ):
         assert choose_method(*shape, dtype, steps) == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -25,9 +25,9 @@ class Alike(LocalTransport):
     def __init__(self, world: int) -> None:
         self.world = world
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        tensor.mul_(self.world)
-        return super().reduce(tensor, dst, tag=tag)
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        parts[0].mul_(self.world)
+        return super().reduce_scatter(parts, tag=tag)
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         if not maximum:
@@ -86,6 +86,9 @@ class Lagging(LocalTransport):
 
     def __init__(self) -> None:
         self.waited: list[bool] = []  # for each wait, whether it was on the side stream
+
+    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+        return self.Work(self, parts[0])
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         return self.Work(self, tensor)

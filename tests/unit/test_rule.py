@@ -17,8 +17,8 @@ from dmuon.rule import (
     Rule,
     StateSpec,
     adjusted_lr,
+    copy_all,
     follow_weights,
-    is_fused,
     momentum_dtypes,
     momentum_update,
     rule_of,
@@ -31,7 +31,6 @@ RULE = Rule()
 EMA = Hyper(0.1, 0.5, None, momentum=0.9)
 SGD = Hyper(0.1, 0.5, None, momentum=0.9, mode="sgd", dampening=0.25)
 EVERY = pytest.mark.parametrize("hyper", [EMA, SGD], ids=["ema", "sgd"])
-LARGE = (1 << 10, 1 << 10)
 NESTEROV = pytest.mark.parametrize("nesterov", [False, True])
 
 
@@ -132,7 +131,7 @@ def test_updates_of_views_and_other_strides_are_applied_in_place():
     update = torch.arange(24.0)
     targets = [whole[:3], whole[3:].t(), channels_last]
     updates = [update[:12].view(3, 4), update[12:].view(4, 3), update.view(2, 3, 2, 2)]
-    RULE.apply(targets, updates, EMA, kept=1.0, lr=1.0)
+    RULE.apply(targets, updates, replace(EMA, decay=1.0), lr=1.0)
     torch.testing.assert_close(whole[:3], -updates[0])
     torch.testing.assert_close(whole[3:], -updates[1].t())
     torch.testing.assert_close(channels_last, -updates[2])
@@ -241,60 +240,95 @@ def test_momentum_is_scaled_into_the_operand(mode, nesterov, dtype):
     torch.testing.assert_close(normalize_(out), normalize(operand, dtype), rtol=within, atol=1e-7)
 
 
-def test_the_fused_form_gets_the_groups_settings(monkeypatch):
-    seen = []
+class Noted:
+    """In place of `dmuon.kernels.triton_lists`: what is asked of it, by name."""
 
-    def fake(buffer, grad, **settings):
-        seen.append(settings)
+    def __init__(self):
+        self.seen = []
 
-    monkeypatch.setattr("dmuon.kernels.triton_elementwise.momentum_norm_cast", fake)
-    out = torch.empty(2, 6, 9)
-    RULE.operand(torch.zeros(2, 6, 9), torch.ones(2, 6, 9), EMA, out=out, fused=True)
-    settings = {"momentum": 0.9, "nesterov": False, "dampening": 0.0, "eps": 1e-7}
-    assert seen == [settings | {"mode": "ema", "out": out}]
-    wide = torch.zeros(2, 6, 9, dtype=torch.float64)
-    RULE.operand(wide, torch.ones(2, 6, 9), EMA, out=out, fused=True)
-    assert len(seen) == 1 and bool(out.isfinite().all())
+    def norms(self, buffers, grads, working, **how):
+        self.seen.append(("norms", [b.shape for b in buffers], working, how))
+        return torch.stack(RULE._norms_of_some(buffers, grads, SGD, working))
 
+    def advance(self, out, buffers, grads, working, *, scales=None, stays=None, **how):
+        self.seen.append(("advance", [b.shape for b in buffers], working, how))
+        RULE._advance_some(out, buffers, grads, SGD, working, stays, scales)
 
-def test_large_weights_are_updated_in_one_pass(monkeypatch):
-    seen = []
+    def update(self, targets, updates, weights, *, decay, lr, stays, cautious):
+        self.seen.append(("update", [t.shape for t in targets], decay, lr, cautious))
+        h = replace(EMA, decay=decay, cautious=cautious)
+        RULE._apply_some(targets, updates, h, lr, h.kept(stays), weights)
 
-    def fake(weight, update, *, decay, lr):
-        seen.append(weight.shape)
-        weight.mul_(decay).sub_(update, alpha=lr)
-
-    monkeypatch.setattr("dmuon.kernels.triton_elementwise.apply_update", fake)
-
-    def updated(shape, dtype=torch.float32, decay=0.5, fused=True):
-        weight = torch.ones(shape, dtype=dtype)
-        RULE.apply([weight], [torch.ones(shape)], EMA, kept=decay, lr=0.25, fused=fused)
-        assert torch.equal(weight, torch.full(shape, 0.25, dtype=dtype))
-        return len(seen)
-
-    assert updated(LARGE) == 1
-    assert updated((4, 6)) == 1  # small ones go by lists
-    assert updated(LARGE, fused=False) == 1
-    assert updated(LARGE, dtype=torch.float64) == 1
-    assert updated(LARGE, decay=torch.tensor(0.5)) == 2
-    assert updated(LARGE, decay=torch.tensor([0.5])) == 3
-    weight = torch.ones(LARGE)  # nor what is stored otherwise
-    RULE.apply([weight.mT], [torch.ones(LARGE)], EMA, kept=0.5, lr=0.25, fused=True)
-    assert len(seen) == 3 and torch.equal(weight, torch.full(LARGE, 0.25))
-    weight = torch.ones(LARGE)
-    cautious = replace(EMA, cautious=True)
-    RULE.apply([weight], [torch.ones(LARGE)], cautious, kept=0.5, lr=0.25, fused=True)
-    assert len(seen) == 3 and torch.equal(weight, torch.full(LARGE, 0.25))
+    def copy(self, targets, sources, *, turned):
+        self.seen.append(("copy", [t.shape for t in targets], turned))
+        torch._foreach_copy_(targets, sources)
 
 
-def test_only_a_planned_triton_kernel_on_cuda_is_fused():
-    class OnCuda:
-        device = torch.device("cuda", 0)
+@pytest.fixture
+def noted(monkeypatch):
+    kernels = Noted()
+    monkeypatch.setattr("dmuon.rule.list_kernels", lambda device: kernels)
+    with host_cannot_read():
+        yield kernels
 
-    assert is_fused("gram[2]/triton-128x64-w8-s3/float16", OnCuda())
-    assert not is_fused("gram[2]/torch/float16", OnCuda())
-    assert not is_fused("", OnCuda())
-    assert not is_fused("gram[2]/triton-128x64-w8-s3/float16", torch.empty(1))
+
+def test_list_kernels_get_the_groups_settings_and_what_suits_them(noted):
+    """Contiguous tensors of up to 32 bits; the others go by torch's operations, to the same."""
+    shapes = [(6, 9), (9, 6), (4, 4)]
+    buffers = [torch.randn(6, 9), torch.randn(6, 9).mT, torch.randn(4, 4, dtype=torch.float64)]
+    grads, wanted = [torch.randn(shape) for shape in shapes], [b.clone() for b in buffers]
+    outs = [torch.full(shape, math.nan) for shape in shapes]
+    norms = RULE.operand_norms(buffers, grads, SGD, torch.float32)
+    stays, scales = torch.tensor([False, False, True]), torch.tensor([0.5, 2.0, 1.0])
+    how = {"scales": scales, "stays": stays}
+    RULE.advance_into(outs, buffers, grads, SGD, torch.float32, **how)
+    settings = {"momentum": 0.9, "weight": 0.75, "mode": "sgd", "nesterov": False}
+    assert noted.seen == [
+        (name, [torch.Size([6, 9])], torch.float32, settings) for name in ("norms", "advance")
+    ]
+    for n, (was, grad) in enumerate(zip(wanted, grads)):
+        if n < 2:
+            was.copy_(momentum_update(was.clone(), grad, SGD))
+            torch.testing.assert_close(norms[n].float(), was.norm())
+            torch.testing.assert_close(outs[n], was * scales[n])
+        assert torch.equal(buffers[n], was)
+    assert not outs[2].any()
+
+
+def test_an_operand_is_made_from_its_norm_where_the_host_cannot_read(noted):
+    grad, buffer = torch.randn(2, 2, 6, 9)
+    wanted, out = buffer.clone(), torch.empty(2, 6, 9)
+    operand = momentum_update(wanted, grad, SGD)
+    norms = RULE.operand(buffer, grad, SGD, out=out)
+    assert [name for name, *_ in noted.seen] == ["norms", "advance"]
+    torch.testing.assert_close(buffer, wanted)
+    torch.testing.assert_close(norms.float(), operand.flatten(1).norm(dim=1))
+    torch.testing.assert_close(normalize_(out), normalize(operand, torch.float32))
+    stays = torch.tensor(True)
+    RULE.operand(buffer, grad, SGD, out=out, stays=stays)
+    torch.testing.assert_close(buffer, wanted)
+    assert not out.any()
+
+
+def test_weights_are_updated_in_one_pass_where_that_is_possible(noted):
+    weights = [torch.ones(4, 6), torch.ones(6, 4).mT, torch.ones(4, 6)]
+    updates, stays = [torch.ones(4, 6)] * 3, torch.tensor([False, False, True])
+    updates[2] = torch.zeros(4, 6)
+    RULE.apply(weights, updates, replace(EMA, cautious=True), lr=0.25, stays=stays)
+    assert noted.seen == [("update", [torch.Size([4, 6])] * 2, 0.5, 0.25, True)]
+    assert [w.unique().tolist() for w in weights] == [[0.25], [0.25], [1.0]]
+
+
+def test_parts_of_matrices_are_copied_in_few_calls(noted):
+    """Rows of a matrix are one piece, columns and transposes are not."""
+    memory = torch.zeros(2, 8, 12)
+    targets = [memory[:, 2:4], memory[0, 4:, 3:5], memory[1, 4:].mT[2:5], memory[0, :2, :1]]
+    sources = [torch.randn(t.shape) for t in targets]
+    copy_all(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+    found = [(shapes, turned) for _, shapes, turned in noted.seen]
+    columns, transposed = torch.Size([4, 2]), torch.Size([4, 3])
+    assert found == [([columns, torch.Size([2, 1])], False), ([transposed], True)]
 
 
 # ---- variants ------------------------------------------------------------------------------
@@ -329,16 +363,16 @@ def test_normuon_makes_rows_equal_and_keeps_the_norm_and_what_was_skipped():
     assert not update[1].any() and torch.equal(moment[1], torch.ones(6))
 
 
-@pytest.mark.parametrize("kept", [None, torch.tensor([1.0, 0.5])])
+@pytest.mark.parametrize("stays", [None, torch.tensor([True, False])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cautious_decay_takes_only_what_the_update_shrinks(dtype, kept):
+def test_cautious_decay_takes_only_what_the_update_shrinks(dtype, stays):
     weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 1e-30], dtype=dtype)
     update = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1e-30])
     targets = [weight.clone(), weight.clone()]
-    RULE.apply(targets, [update] * 2, replace(EMA, cautious=True), lr=0.0, kept=kept)
+    RULE.apply(targets, [update] * 2, replace(EMA, cautious=True), lr=0.0, stays=stays)
     decayed = torch.where(torch.tensor([True, False, False, True, True, True]), 0.5, 1.0)
     assert torch.equal(targets[1], (weight * decayed).to(dtype))
-    assert torch.equal(targets[0], weight if kept is not None else targets[1])
+    assert torch.equal(targets[0], weight if stays is not None else targets[1])
 
 
 def test_narrow_momentum_is_advanced_wide():

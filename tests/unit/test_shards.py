@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -172,16 +172,14 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size):
     assert all(owner in domain for domain, owner in zip(shards.domains, plan.owners, strict=True))
     for bucket in buckets:
         routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
-        assert len({route.replicates for route in routes}) == 1
         layouts = {route.came if route.everywhere else None for route in routes}
         assert len(layouts) == 1, "all ranks lay out what owners broadcast alike"
         for a, b in product(range(shards.world), repeat=2):
-            for out, into in (("held", "owned"), ("copies_out", "copies_in")):
-                there, here = getattr(routes[a], out), getattr(routes[b], into)
-                assert peer_parts(there, b) == peer_parts(here, a), (out, a, b)
+            assert peer_parts(routes[a].held, b) == peer_parts(routes[b].owned, a), (a, b)
         # Whoever holds a part gets its update once; owners get every element once.
         for rank, route in enumerate(routes):
-            arriving = (*route.held.parts, *route.copies_in.parts)
+            arriving = [*route.held.parts]
+            arriving += (part for one in route.replications for part in one.others.parts)
             if route.everywhere:
                 arriving = route.came.parts
                 own = sum(units[u].numel for u in route.units)
@@ -190,6 +188,47 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size):
                 i for u in bucket for i in units[u].matrices if shards.piece(i, rank).numel
             )
             assert route.owned.numel == sum(units[u].numel for u in route.units)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shard_maps(), st.integers(1, 4), st.integers(1, 400))
+def test_ranks_with_equal_shards_gather_what_came_to_any_of_them(shards, least, size):
+    units = units_of(planned(shards, solver="greedy"), [0] * len(shards.specs.matrices))
+    numels = [box.numel for box in shards.boxes]
+    ends = accumulate(numels)
+    values = [
+        torch.arange(end - n, end).view(box.shape)
+        for n, end, box in zip(numels, ends, shards.boxes, strict=True)
+    ]
+
+    def written(message, buffer):
+        """The right values where its parts lie."""
+        for part in message.parts:
+            found = [values[i][part.box.slices()] for i in part.matrices]
+            part.within(buffer).copy_(torch.stack(found))
+        return buffer
+
+    sets = shards.partner_sets()
+    for bucket in cut_buckets(units, travelling(shards, units), size, least, 2):
+        routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
+        sent: dict[tuple[Shape, int], torch.Tensor] = {}
+        for rank, route in enumerate(routes):
+            assert [one.ranks for one in route.replications] == sorted(
+                one.ranks for one in route.replications if rank in one.ranks
+            )
+            updates = written(route.updates, torch.full((route.updates.numel,), -1))
+            for one in route.replications:
+                buffer = torch.full((one.others.numel,), -1)
+                for cut in one.copies:
+                    to, source = cut.within(buffer, updates)
+                    to.copy_(source)
+                own = buffer.split(one.others.splits)[rank]
+                sent[one.ranks, rank] = updates if one.is_all else own
+        for route in routes:
+            for one in route.replications:
+                came = torch.cat([sent[one.ranks, peer] for peer in one.ranks])
+                assert one.ranks in sets and len(came) == one.others.numel > 0
+                assert torch.equal(written(one.others, came.clone()), came) and (came >= 0).all()
 
 
 def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
@@ -201,8 +240,8 @@ def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
 
 def sent_by(route: BucketRoute, rank: int) -> int:
     """Elements that leave a rank."""
-    messages = route.held, route.owned, route.copies_out
-    return sum(m.numel - m.splits[rank] for m in messages)
+    found = sum(m.numel - m.splits[rank] for m in (route.held, route.owned))
+    return found + sum(r.others.splits[rank] * (len(r.ranks) - 1) for r in route.replications)
 
 
 @pytest.mark.parametrize("replicas, count", [(1, 4), (2, 2), (4, 2)])
@@ -211,8 +250,12 @@ def test_traffic_is_what_the_design_says(replicas, count):
     specs = specs_of([(16, 8)] * 8, matrices)
     made = shard_everywhere(specs, (replicas, count), [(REPLICATE, 0)] * 8, [[0, 1]] * 8)
     units = units_of(planned(made), [0] * 8)
-    everything = range(len(units))
-    total = sum(sent_by(bucket_route(made, units, everything, r), r) for r in range(made.world))
+    everything = range(len(units))[::-1]  # owners in another order than ranks
+    routes = [bucket_route(made, units, everything, r) for r in range(made.world)]
+    # What comes from owners arrives where replicas gather it.
+    assert all(len(r.replications) == (replicas > 1) for r in routes)
+    assert all(one.is_all and not one.copies for r in routes for one in r.replications)
+    total = sum(sent_by(route, rank) for rank, route in enumerate(routes))
     assert total == 8 * 16 * 8 * (2 * (count - 1) / count + replicas - 1)
 
 

@@ -71,6 +71,6 @@ def test_a_round_that_is_owed_is_made():
 def test_a_pass_never_begins_inside_another():
     storage = SimpleNamespace(layers=[], ready=lambda: None, has_replicas=False)
     prefetcher = Prefetcher(storage, DedicatedOptions())
-    prefetcher._begin(PassState.BACKWARD)
+    prefetcher.state = PassState.BACKWARD
     with pytest.raises(RuntimeError, match="PassState cannot change from BACKWARD to FORWARD"):
         prefetcher._begin_forward()

@@ -19,10 +19,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
+from dmuon.kernels import triton_lists, triton_small, triton_syrk
 from dmuon.kernels.triton_syrk import (
     TILES,
     TILES_FLOAT32,
@@ -47,6 +48,7 @@ class Compiled:
     wgmma: int
     async_copies: int
     wide_stores: int
+    wide_loads: int
 
 
 def compiled(
@@ -93,6 +95,7 @@ def compiled(
         wgmma=ptx.count("wgmma.mma_async"),
         async_copies=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
         wide_stores=ptx.count("st.global.v4"),
+        wide_loads=len(re.findall(r"ld\.global[.\w:]*\.v[248]", ptx)),
     )
 
 
@@ -155,23 +158,41 @@ def test_the_gate_sees_spills():
 # ---- before and after, small matrices ------------------------------------------------------
 
 
-def test_elementwise_kernels_move_whole_vectors():
-    tile = {"TILE": triton_elementwise._TILE, "num_warps": 4}
-    momentum = tile | {"EMA": True, "NESTEROV": True}
-    types = {
-        **{"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp16", "update_ptr": "*fp16"},
-        **{"weight_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"},
-        "decay_ptr": "*fp32",
-        **dict.fromkeys(("momentum", "weight", "eps", "lr"), "fp32"),
-    }
-    for kernel, options, arch in (
-        (triton_elementwise.momentum_kernel, momentum, 80),
-        (triton_elementwise.scale_kernel, momentum | {"PARTS": 1024}, 90),
-        (triton_elementwise.update_kernel, tile, 90),
-    ):
-        found = compiled(kernel, types, options, arch, ("parts", "rounds"))
-        assert found.spilled == 0 and found.wide_stores > 0, kernel
-        assert found.shared <= 48 * 1024, kernel
+LISTS = {"ALIGNED": True, "TILE": triton_lists._TILE, "num_warps": triton_lists._WARPS}
+MOMENTUM = LISTS | {"HELD": tl.float32, "GRAD": tl.bfloat16, "WORKING": tl.float32}
+MOMENTUM |= {"EMA": True, "NESTEROV": True}
+MASKED = {"HAS_STAYS": True, "HAS_WEIGHT": True, "TARGET": tl.float32, "WEIGHT": tl.bfloat16}
+NUMBERS = ("momentum", "weight", "decay", "lr", "first", "beta2", "second", "eps")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("norms_kernel", MOMENTUM | {"TILE": triton_lists._NORM_TILE}),
+        ("advance_kernel", MOMENTUM | {"OUT": tl.float16, "HAS_OUT": True, "HAS_STAYS": True}),
+        ("update_kernel", LISTS | MASKED | {"UPDATE": tl.float16, "CAUTIOUS": True}),
+        ("copy_kernel", {"TYPE": tl.float16, "TURNED": True, "BLOCK": triton_lists._BLOCK}),
+    ],
+)
+def test_list_kernels_move_whole_vectors(kernel, options, arch):
+    """Although addresses come from a table: else each thread would move one element at a time."""
+    pointers = {"stays_ptr": "*u8", "sums_ptr": "*fp64", "table_ptr": "*i64"}
+    pointers |= dict.fromkeys(("scales_ptr", "sizes_ptr", "roots_ptr"), "*fp32")
+    options = {"ALIGNED": True, "num_warps": triton_lists._WARPS} | options
+    found, loose = (
+        compiled(
+            getattr(triton_lists, kernel),
+            pointers | dict.fromkeys(NUMBERS, "fp32"),
+            options | {"ALIGNED": aligned},
+            arch,
+            ("count", "parts", "stays_step"),
+        )
+        for aligned in (True, False)
+    )
+    assert found.spilled == 0 and found.wide_loads > 0 == loose.wide_loads, found
+    assert found.wide_stores > 0 or kernel == "norms_kernel", found
+    assert found.shared <= 48 * 1024 and 2 * found.registers * 32 * 8 <= 65536, found
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 ::
 
-    forward    before a layer runs: its weights <---broadcast--- owners; freed afterwards
-    backward   weights again; gradients ---reduce---> owners as soon as a layer has all of its own
+    forward    before a layer runs: its weights <---all-gather--- owners; freed afterwards
+    backward   weights again; gradients ---reduce-scatter---> owners as soon as a layer has them all
     step       owner: momentum, Newton-Schulz, its own weights. One small all-reduce
-    next       the first layers' broadcasts leave as soon as their owners are done
+    next       the first layers' weights leave as soon as their owners are done
 
 With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
 holder; gradients go to the holders first and from there to the owner; the step ends with one
@@ -39,14 +39,9 @@ from dmuon.comm.dedicated.prefetch import (
 from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
-from dmuon.comm.pipeline import Pipeline
+from dmuon.comm.pipeline import Pipeline, copy_lists, pairs_apart
 from dmuon.comm.process_groups import ProcessGroups, is_initialized
-from dmuon.comm.reducer import (
-    GradientReducer,
-    OwnedGradients,
-    hook_gradients,
-    unstacker,
-)
+from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
@@ -77,12 +72,12 @@ class _Assembly:
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
         self._results: list[list[tuple[int, _Parts]]] = []
         for bucket in self._pipeline.buckets:
-            sent = [
+            sent = (
                 (view, owned.here[i])
                 for part in bucket.route.held.parts
                 for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
-            ]
-            self._sources.append(([view for view, _ in sent], [grad for _, grad in sent]))
+            )
+            self._sources.append(pairs_apart(sent))
             self._results.append(
                 [
                     (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
@@ -100,8 +95,7 @@ class _Assembly:
         coordinates ``update`` with the parts of the results."""
 
         def fill(b: int) -> None:
-            if self._sources[b][0]:
-                torch._foreach_copy_(*self._sources[b])
+            copy_lists(*self._sources[b])
 
         def apply(b: int) -> None:
             for u, parts in self._results[b]:
@@ -209,10 +203,7 @@ class DedicatedRuntime(OwnersRuntime):
         storage = self.storage
         storage.ready()
         self._end_watch()  # `Muon` has looked
-        # What is kept never moves, so views of it are made once.
-        self._applied = {
-            u.matrices[0]: [storage.weight_of(i) for i in u.matrices] for u in owned.near
-        }
+        self._applied = {u.matrices[0]: [*map(storage.weight_of, u.matrices)] for u in owned.near}
         self._rms = {
             u.matrices[0]: torch.zeros(len(u.matrices), device=self.device) for u in owned.mine
         }

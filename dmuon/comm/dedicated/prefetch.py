@@ -1,12 +1,12 @@
 """Weights to where they are used: before a layer of modules runs, and again before its backward.
 
-Each forward pass broadcasts every layer once, in the order of registration, each backward pass in
+Each forward pass gathers every layer once, in the order of registration, each backward pass in
 reverse, whatever modules a rank skips or calls in another order::
 
-    forward    b0 b1 | run 0 | b2 | run 1 | b3 | run 2 ...      prefetch = 1
-    backward   b3 b2 | run 3 | b1 | run 2 | ...
+    forward    g0 g1 | run 0 | g2 | run 1 | g3 | run 2 ...      prefetch = 1
+    backward   g3 g2 | run 3 | g1 | run 2 | ...
 
-Backward passes by layer g right before the broadcast number g + prefetch + 1, on every rank: there
+Backward passes by layer g right before the gather number g + prefetch + 1, on every rank: there
 the gradients of g leave if it is known that none will come. On a rank that has them all they have
 left by then.
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dmuon.comm.dedicated.storage import Layer, Storage, WeightState
-from dmuon.comm.hooks import Hook, Remove, WaitPoint
+from dmuon.comm.hooks import Hook, Remove, WaitPoint, opaque
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError, OwnershipError, State
@@ -49,8 +49,8 @@ class PassState(State):
 
         state     what every rank issues while in it                            may become
         IDLE      nothing                                                       FORWARD, BACKWARD
-        FORWARD   the broadcast of each layer, in the order of registration     IDLE
-        BACKWARD  the broadcast of each layer in reverse, gradients in between  IDLE
+        FORWARD   the gather of each layer, in the order of registration        IDLE
+        BACKWARD  the gather of each layer in reverse, gradients in between     IDLE
 
     A pass goes back to IDLE once all of its collectives are issued, so none follows another
     directly.
@@ -93,12 +93,12 @@ class Prefetcher:
         self.number_of = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
         self._first = sum(layer.is_root for layer in self.layers)
         self._ahead = 0  # layers whose new weights left with the step, in the order of forward
-        self._launched = 0  # layers that were broadcast in this pass
+        self._launched = 0  # layers that were gathered in this pass
         self._passed = 0  # layers that this backward pass is done with
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
         self._recorded = False  # a forward pass by autograd, since the last step
 
-    # ---- broadcasts --------------------------------------------------------------------------
+    # ---- gathers -----------------------------------------------------------------------------
 
     def _turn(self, n: int) -> int:
         """The layer whose turn in this pass is number ``n``; also the turn of layer ``n``."""
@@ -126,12 +126,8 @@ class Prefetcher:
         layer.use()
         self._calls[g].ran = True
 
-    def _begin(self, state: PassState, launched: int = 0) -> None:
-        self.state = self.state.to(state)
-        self._launched = launched
-
     def _end(self) -> None:
-        """Take part in the broadcasts of what was not asked for."""
+        """Take part in the gathers of what was not asked for."""
         while self._launched < len(self.layers):
             layer = self._launch_next(ending=True)
             if self._options.free_after_forward and not layer.in_use:
@@ -149,7 +145,8 @@ class Prefetcher:
 
     def _begin_forward(self) -> None:
         self.storage.ready()
-        self._begin(PassState.FORWARD, 0 if self.storage.has_replicas else self._ahead)
+        self.state = self.state.to(PassState.FORWARD)
+        self._launched = 0 if self.storage.has_replicas else self._ahead
         self._ahead = 0
         for calls in self._calls:
             calls.running = calls.ended = 0
@@ -187,7 +184,7 @@ class Prefetcher:
             layer.free()
 
     def end_forward(self) -> None:
-        """Every rank has issued every broadcast of the pass when this returns."""
+        """Every rank has issued every gather of the pass when this returns."""
         if self.state is not PassState.FORWARD:
             return
         for layer, calls in zip(self.layers, self._calls, strict=True):
@@ -216,7 +213,8 @@ class Prefetcher:
 
     def _begin_backward(self) -> None:
         self.end_forward()
-        self._begin(PassState.BACKWARD)
+        self.state = self.state.to(PassState.BACKWARD)
+        self._launched = 0
         self._passed = self._first
         self._needed.clear()
         for calls in self._calls:
@@ -234,7 +232,7 @@ class Prefetcher:
 
     def _pass(self, *, ending: bool = False) -> None:
         """Send gradients of the layers that backward has passed by, at their places among the
-        broadcasts, where the ranks that have all of theirs send them.
+        gathers, where the ranks that have all of theirs send them.
 
         For a layer that has not run since the step these are zeros; when the pass is ``ending``,
         whatever there is of any layer.
@@ -299,8 +297,7 @@ class Prefetcher:
     def drop(self) -> None:
         """Free every layer: the weights may have changed, or are no longer needed."""
         for layer in self.layers:
-            if layer.state is not WeightState.FREED:
-                layer.free()
+            layer.free()
         self.state = self.state.to(PassState.IDLE)
         self._ahead = 0
 
@@ -365,17 +362,26 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
                 yield from (t for t in _tensors_in(value) if t.grad_fn is not None)
 
 
+def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callable[..., None]:
+    """Calls ``action(prefetcher, ...)`` as long as there is a prefetcher."""
+    weak = weakref.ref(prefetcher)
+
+    def act(*args: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            action(alive, *args)
+
+    return act
+
+
 def _announce(
     prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
     """Fetch the weights before the backward of ``output``, or of what the modules of ``area`` keep;
     returns False if ``output`` has no backward."""
-    step, weak = prefetcher.steps, weakref.ref(prefetcher)
+    step = prefetcher.steps
 
-    def before_backward(grad: Tensor) -> None:
-        prefetcher = weak()
-        if prefetcher is None:
-            return
+    def before_backward(prefetcher: Prefetcher, _: Tensor) -> None:
         if prefetcher.steps != step:
             raise DmuonError(
                 "opt.step() changed weights between this forward pass and its backward, which "
@@ -390,12 +396,13 @@ def _announce(
         for g in layers:
             prefetcher.need(g)
 
+    hook = _while_alive(prefetcher, before_backward)
     found = [t for t in _tensors_in(output) if t.requires_grad]
     for tensor in found:
-        tensor.register_hook(before_backward)
+        tensor.register_hook(hook)
     for tensor in _kept_tensors(area):
         if not any(tensor is t for t in found) and not hasattr(tensor, _ANNOUNCED):
-            tensor.register_hook(before_backward)
+            tensor.register_hook(hook)
             setattr(tensor, _ANNOUNCED, True)
     return bool(found)
 
@@ -405,31 +412,19 @@ def hook_module(
 ) -> list[Remove]:
     """Hooks of one module, which needs ``layers``; ``area`` is itself and what lies below it in no
     other layer."""
-    module = point.module
-    weak, weak_module = weakref.ref(prefetcher), weakref.ref(module)
+    module, weak_module = point.module, weakref.ref(point.module)
 
-    def check_whole(*_: Any) -> None:
-        prefetcher, module = weak(), weak_module()
-        if prefetcher is not None and module is not None:
+    def check_whole(prefetcher: Prefetcher) -> None:
+        module = weak_module()
+        if module is not None:
             prefetcher.storage.check_whole(module)  # a copy of placeholders would be of no use
 
-    def hook(action: Callable[[Prefetcher, Any], None]) -> Hook:
-        def act(module: nn.Module, *args: Any) -> None:
-            prefetcher = weak()
-            if prefetcher is not None:
-                action(prefetcher, args[-1] if args else None)
+    def hook(action: Callable[..., None]) -> Hook:
+        # The graph breaks there, so what is traced never sees placeholders.
+        hidden = opaque(_while_alive(prefetcher, action), point)
+        return Hook(hidden, _while_alive(prefetcher, check_whole))
 
-        # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
-        opaque = torch.compiler.disable(act)
-
-        def unless_compiled(module: nn.Module, *args: Any) -> None:
-            # In compiled code the hook of the module around it has done it.
-            if not torch.compiler.is_compiling():
-                opaque(module, *args)
-
-        return Hook(unless_compiled if point.in_layer else opaque, check_whole)
-
-    def before(prefetcher: Prefetcher, _: Any) -> None:
+    def before(prefetcher: Prefetcher, *_: Any) -> None:
         # In backward it is the recomputation of a checkpointed forward.
         in_backward = prefetcher.state is PassState.BACKWARD
         if point.is_root and not in_backward:
@@ -438,7 +433,7 @@ def hook_module(
         for g in layers:
             (prefetcher.need if in_backward else enter)(g)
 
-    def after(prefetcher: Prefetcher, output: Any) -> None:
+    def after(prefetcher: Prefetcher, _: nn.Module, inputs: Any, output: Any) -> None:
         if prefetcher.state is PassState.BACKWARD:
             return
         recorded = torch.is_grad_enabled()
@@ -472,37 +467,36 @@ class _StateDicts:
     load them from any form, at the end of the outermost call; collective calls. Inside
     ``materialized`` they are whole, as in any module."""
 
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        self._prefetcher = weakref.ref(prefetcher)
+    def __init__(self) -> None:
         self._call: _Load | None = None  # the call that is open, or was cut off
 
     def save(
-        self, names: Mapping[str, int], module: Any, state: dict[str, Any], prefix: str, _: Any
+        self,
+        prefetcher: Prefetcher,
+        names: Mapping[str, int],
+        _: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        *rest: Any,
     ) -> None:
-        prefetcher = self._prefetcher()
-        found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
-        if prefetcher is None or not found:
-            return
-        prefetcher.storage.world.meet("model.state_dict()")
-        prefetcher.begin_access()
+        found = prefetcher.storage.kept_elsewhere(names)
+        if found:
+            prefetcher.storage.world.meet("model.state_dict()")
+            prefetcher.begin_access()
         for name, p in found.items():
             state[prefix + name] = prefetcher.storage.saved(p)
 
     def load(
         self,
+        prefetcher: Prefetcher,
         names: Mapping[str, int],
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
         metadata: Mapping[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        *rest: Any,  # whether it is strict, missing keys, unexpected ones, errors
     ) -> None:
-        prefetcher = self._prefetcher()
-        if prefetcher is None:
-            return
+        errors: list[str] = rest[-1]
         if self._call is None or self._call.errors is not errors:  # torch has one list per call
             self._call = _Load(weakref.ref(module), errors)
         call, storage = self._call, prefetcher.storage
@@ -523,9 +517,9 @@ class _StateDicts:
             # So torch copies what is there already.
             state_dict[key] = module.get_parameter(name)
 
-    def loaded(self, module: nn.Module, keys: Any) -> None:
-        prefetcher, call = self._prefetcher(), self._call
-        if prefetcher is None or call is None or call.module() is not module:
+    def loaded(self, prefetcher: Prefetcher, module: nn.Module, _: Any) -> None:
+        call = self._call
+        if call is None or call.module() is not module:
             return
         self._call = None
         if call.is_collective:
@@ -539,17 +533,20 @@ def hook_state_dicts(
 ) -> list[Remove]:
     """The hooks of `_StateDicts`, on every module with dedicated parameters in it or below.
     ``index`` gives their numbers by id."""
-    hooks, removers = _StateDicts(prefetcher), []
+    hooks, removers = _StateDicts(), []
+    load, loaded, save = (
+        _while_alive(prefetcher, action) for action in (hooks.load, hooks.loaded, hooks.save)
+    )
     for module in model.modules():
         if not any(id(p) in index for p in module.parameters()):
             continue
         names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
         handles = [
-            module.register_load_state_dict_pre_hook(Hook(partial(hooks.load, names))),
-            module.register_load_state_dict_post_hook(Hook(hooks.loaded)),
+            module.register_load_state_dict_pre_hook(Hook(partial(load, names))),
+            module.register_load_state_dict_post_hook(Hook(loaded)),
         ]
         if names:
-            handles.append(module.register_state_dict_post_hook(Hook(partial(hooks.save, names))))
+            handles.append(module.register_state_dict_post_hook(Hook(partial(save, names))))
         removers += [handle.remove for handle in handles]
     return removers
 

@@ -1,18 +1,16 @@
 """Where the weights of the `dedicated` layout are kept, and the buffers in which they are used.
 
-The modules that use weights together are a *layer*. Its weights are broadcast in a few buckets: one
-for each shard coordinate that keeps whole parameters of it, and one for each parameter that several
-of them keep. Spans of one owner follow each other, so they leave in one broadcast::
+The modules that use weights together are a *layer*. Its weights lie in a few buckets: one for each
+shard coordinate that keeps whole parameters of it, and one for each parameter that several of them
+keep. An all-gather carries one span from each shard coordinate, so a layer without parameters of
+the second kind takes one::
 
-    bucket 0   | a.weight  c.weight |                 kept at shard 0: one broadcast
-    bucket 1   | b.weight |                           kept at shard 1
-    bucket 2   | experts[0:3] | experts[3:5] |        kept at shards 0 and 1: two broadcasts
+    bucket 0   | a.weight  c.weight |              kept at shard 0: leaves in the first all-gather
+    bucket 1   | b.weight |                        kept at shard 1: in the first
+    bucket 2   | experts[0:3] | experts[3:5] |     kept at shards 0 and 1: in the second
 
 Between uses a parameter shows what is kept here: the whole weight, or a placeholder ``(0, ...)``.
 In use it shows a view of its bucket's buffer. `WeightState` lists the states of a layer.
-
-With replicas (HSDP) the owner's weights go to the holders in the other replicas first, once a step;
-forward and backward broadcast inside a replica.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
+from dmuon.comm.pipeline import copy_lists, pairs_apart
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Work, wait_all
@@ -98,11 +98,13 @@ class _WeightBuffer:
             (start, flat if lasting else self.nothing.new_empty(numel)) for start, numel in mine
         ]
         # Views are made while there is memory behind them; they outlive its release.
-        self.sends: list[tuple[int, Tensor, Tensor | None]] = []  # (shard, buffer, source here)
-        for span in bucket.sends:
-            copied = span.shard == shard and not lasting
-            source = self.stored(span.start, span.numel) if copied else None
-            self.sends.append((span.shard, flat.narrow(0, span.start, span.numel), source))
+        self.sends = [(s.shard, flat.narrow(0, s.start, s.numel)) for s in bucket.sends]
+        # What is copied into the buffer before it leaves, and from where.
+        self.copies = [
+            (view, self.stored(span.start, span.numel))
+            for span, (_, view) in zip(bucket.sends, self.sends, strict=True)
+            if span.shard == shard and not lasting
+        ]
 
     def keep(self, start: int, values: Tensor) -> None:
         """Store what is kept here of ``values``, the bucket's elements from ``start`` on."""
@@ -127,13 +129,13 @@ class WeightState(State):
 
         state     parameters show  buffers have   what has happened           may become
         FREED     what is kept     no memory      nothing, or all uses ended  LAUNCHED
-        LAUNCHED  what is kept     weights, soon  the broadcasts were issued  IN_USE, FREED
+        LAUNCHED  what is kept     weights, soon  all-gathers were issued     IN_USE, FREED
         IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
         RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
         HELD      the buffers      weights        the same                    FREED
 
     In HELD nothing will announce the backward, so they stay until it is done. A layer in use may be
-    broadcast again into the same buffers; this changes no state.
+    sent again into the same buffers; this changes no state.
     """
 
     FREED = "freed", "LAUNCHED"
@@ -158,7 +160,8 @@ class Layer:
     weights: list[_Weight] = field(default_factory=list)
     # What is kept here of what goes to the holders in other replicas, with the owner's replica.
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
-    broadcasts: list[Work] = field(default_factory=list)  # to where weights are used, under way
+    exchanges: list[list[Tensor]] = field(default_factory=list)  # see `_exchanges`
+    gathers: list[Work] = field(default_factory=list)  # to where weights are used, under way
     publishing: list[Work] = field(default_factory=list)  # to the holders, under way
 
     @property
@@ -168,12 +171,10 @@ class Layer:
 
     def wait_published(self) -> None:
         """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
-        if self.publishing:
-            wait_all(self.publishing)
+        wait_all(self.publishing)
 
     def use(self) -> None:
-        if self.broadcasts:
-            wait_all(self.broadcasts)
+        wait_all(self.gathers)
         if not self.in_use:
             self.state = self.state.to(WeightState.IN_USE)
             for weight in self.weights:
@@ -191,13 +192,27 @@ class Layer:
 
     def free(self) -> None:
         """Show what is kept, and give the buffers' memory back."""
-        wait_all(self.broadcasts)
+        wait_all(self.gathers)
         if self.in_use:
             for weight in self.weights:
                 weight.show_kept()
         self.state = self.state.to(WeightState.FREED)
         for bucket in self.buckets:
             bucket.buffer.release()
+
+
+def _exchanges(buckets: Sequence[_WeightBuffer], shards: int) -> list[list[Tensor]]:
+    """What travels in each all-gather of a layer, by shard coordinate, in the order of all ranks:
+    of every dtype, first the first span of each, then the second."""
+    found = []
+    for dtype in dict.fromkeys(bucket.buffer.flat.dtype for bucket in buckets):
+        sends: list[list[Tensor]] = [[] for _ in range(shards)]
+        for bucket in buckets:
+            for shard, view in bucket.sends if bucket.buffer.flat.dtype is dtype else ():
+                sends[shard] += [view] if view.numel() else []
+        nothing = buckets[0].nothing.to(dtype)
+        found += [list(parts) for parts in zip_longest(*sends, fillvalue=nothing)]
+    return found
 
 
 def layers_of(
@@ -293,6 +308,7 @@ class Storage:
                     for span in bucket.publishes
                     if span.shard == self._shard and self.has_replicas
                 ]
+            layer.exchanges = _exchanges(layer.buckets, self._slices.grid.shape[1])
             layer.weights = [self._weights[p] for p in layer.parameters]
 
     # ---- the meta device, and frameworks that make new parameters ----------------------------
@@ -382,17 +398,16 @@ class Storage:
 
     @torch.no_grad()
     def launch(self, layer: Layer, phase: str) -> None:
-        """Broadcast the weights of a layer along the shards."""
+        """Send the weights of a layer along the shards."""
         layer.wait_published()
-        wait_all(layer.broadcasts)
+        wait_all(layer.gathers)
         for bucket in layer.buckets:
             bucket.buffer.hold()
-            for shard, target, source in bucket.sends:
-                if source is not None:
-                    target.copy_(source)
-                self._process_groups.meter["weights"] += target.nbytes
-                transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
-                layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
+        copy_lists(*pairs_apart(pair for bucket in layer.buckets for pair in bucket.copies))
+        for parts in layer.exchanges:
+            self._process_groups.meter["weights"] += sum(part.nbytes for part in parts)
+            transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
+            layer.gathers.append(transport.all_gather(parts, tag=tag))
         if not layer.in_use:
             layer.state = layer.state.to(WeightState.LAUNCHED)
 
