@@ -56,6 +56,7 @@ _STABLE = 0.05  # of the median, between the quartiles
 _PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
 _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
+_CALL_MS = 0.1  # of Python, which a larger batch saves on a CPU
 _LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
@@ -620,7 +621,8 @@ class _Session:
                     found |= race(new, timer, pace)
                     for run in runs:
                         if (one := pace.alike(run[0])) != run[0]:
-                            found.setdefault(run, pace.known[one] / one.batch * run[0].batch)
+                            times = run[0].batch / one.batch
+                            found.setdefault(run, times * pace.known[one] - (times - 1) * _CALL_MS)
             # A new time replaces the cached one, whichever is larger.
             return dict(cached) | {case: ms for (case, _), ms in found.items()}
 
