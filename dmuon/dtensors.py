@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
@@ -27,6 +27,13 @@ def is_distributed(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def placed(tensor: Tensor) -> Hashable:
+    """Alike for tensors whose shards have the same replicas."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ class OwnerTimer:
 
     def _call(self, case: Case, kernel: str) -> Call:
         is_raw = not self._momentum and are_raw({self.ns_dtype}, self.device)
-        return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else 1.0)
+        return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else None)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Allocate memory in which these can run one at a time. Returns those that need no more

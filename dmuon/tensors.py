@@ -92,9 +92,10 @@ def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return [found[n] for n in range(len(tensors))]
 
 
-def squares_fit(norms: Tensor) -> Tensor:
-    """Which norms are far from the square roots of the least and the largest float32."""
-    return (norms > 1e-15) & (norms < 1e15)
+def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
+    """Which norms are far from the square roots of the least (unless squares ``may_vanish``) and
+    the largest float32."""
+    return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
 def finite_marks(tensors: Sequence[Tensor]) -> Tensor:
@@ -178,20 +179,18 @@ def are_raw(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
     return host_can_read(device) and set(dtypes) <= {torch.float32, torch.bfloat16}
 
 
-def normalize_(x: Tensor, norms: Tensor | None = None, eps: float = 1.0) -> Tensor:
+def normalize_(x: Tensor, norms: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Divide every matrix of `[..., m, n]` by its norm or by ``eps``, whichever is larger, in
     place; or by these ``norms`` of matrices of which `x` is a part.
 
-    An ``eps`` of 1 is for matrices that have been scaled (`into_range`).
+    No ``eps``: the matrices have been scaled (`into_range`), and are divided by norms above 1.
     """
     if norms is None:
         norms = norms_of(x)
-        # Zeros are common, and true ones where what vanishes would be damped anyway.
-        if eps != 1.0 and not (are_safe(norms, eps) or (eps > 1e-15 and not norms.any())):
+        if eps is not None and not are_safe(norms, eps, and_zero=True):
             scaled(x, x.dtype, eps, out=x)
-            norms, eps = norms_of(x), 1.0
-    norms = norms.clamp(min=eps)
-    return divide_(x, norms)
+            norms, eps = norms_of(x), None
+    return divide_(x, norms.clamp(min=1.0 if eps is None else eps))
 
 
 def divide_(x: Tensor, norms: Tensor) -> Tensor:
@@ -217,10 +216,12 @@ def may_look(x: Tensor, dtype: torch.dtype) -> bool:
     return {x.dtype, dtype} <= {torch.float32, torch.bfloat16}
 
 
-def are_safe(norms: Tensor, eps: float) -> bool:
-    """Whether no square overflows, and none vanishes that matters. False for a nan."""
+def are_safe(norms: Tensor, eps: float, *, and_zero: bool = False) -> bool:
+    """Whether no square overflows, and none vanishes that matters. False for a nan. ``and_zero``:
+    a norm of zero is safe where what vanishes would be damped anyway."""
     least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
-    return all(least <= value <= most for value in norms.view(-1).tolist())
+    zero = 0.0 if and_zero and eps > 1e-15 else math.nan
+    return all(least <= value <= most or value == zero for value in norms.view(-1).tolist())
 
 
 def norms_of(y: Tensor) -> Tensor:

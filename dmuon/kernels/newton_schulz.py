@@ -287,7 +287,7 @@ def prepared_slice(
     segments: Segments,
     ops: SliceOps,
     take: Take,
-    eps: float = 1.0,
+    eps: float | None = None,
 ) -> Callable[[Tensor], Steps]:
     """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n; other ranks hold the other
     columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration.

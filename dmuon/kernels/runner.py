@@ -46,7 +46,7 @@ class Call:
     shape: Shape
     coefficients: tuple[Triple, ...]
     kernel: str = ""
-    eps: float = 1.0
+    eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -23,7 +23,7 @@ from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import KernelOptions
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
-from dmuon.dtensors import copy_state, distributed_as, local_tensor, whole_tensor
+from dmuon.dtensors import copy_state, distributed_as, local_tensor, placed, whole_tensor
 from dmuon.kernels.choice import Speeds
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
@@ -155,7 +155,7 @@ class Engine(ABC):
         group = self._groups[unit.group]
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         shape = count or len(unit.matrices), unit.rows, unit.cols
-        return Call(shape, triples, unit.kernel, group["eps"] if self._are_raw else 1.0)
+        return Call(shape, triples, unit.kernel, group["eps"] if self._are_raw else None)
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -172,13 +172,13 @@ class Engine(ABC):
         return skipped
 
     def _checked(self, grads: Mapping[int, Tensor]) -> Checked:
-        """Numbers that are finite where AdamW's gradients are."""
-        found = {
-            i: grads[i]
-            for i, _ in chain.from_iterable(self._adamw.values())
-            if i in grads and grads[i].numel()
-        }
-        return [(list(found), finite_marks([*found.values()]))] if found else []
+        """Numbers that are finite where AdamW's gradients are; those apart that have other
+        replicas."""
+        found: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
+        for i, p in chain.from_iterable(self._adamw.values()):
+            if i in grads and grads[i].numel():
+                found[placed(p)][i] = grads[i]
+        return [(list(some), finite_marks([*some.values()])) for some in found.values()]
 
     @property
     def _fuses_adamw(self) -> bool:
@@ -189,18 +189,14 @@ class Engine(ABC):
         """Update the parameters of these gradients."""
         how = {"master_weights": self._settings.master_weights, "fused": self._fuses_adamw}
         for g, params in self._adamw.items():
-            joint: list[tuple[Tensor, Tensor]] = []
             # The fused form takes one flag for all parameters of a call.
-            calls = [(verdict.others, joint)]
+            calls: dict[int, tuple[Tensor | None, list[tuple[Tensor, Tensor]]]] = {}
             for i, p in params:
                 stays = verdict.stays.get(i, False)
-                if i not in grads or stays is True:
-                    continue
-                if isinstance(stays, Tensor):
-                    calls.append((stays, [(p, grads[i])]))
-                else:
-                    joint.append((p, grads[i]))
-            for flag, pairs in calls:
+                if i in grads and stays is not True:
+                    flag = stays if isinstance(stays, Tensor) else verdict.others
+                    calls.setdefault(id(flag), (flag, []))[1].append((p, grads[i]))
+            for flag, pairs in calls.values():
                 adamw_step(self._groups[g], self._optimizer.state, pairs, found_inf=flag, **how)
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:

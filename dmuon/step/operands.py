@@ -278,10 +278,12 @@ class Operands:
         float32, and long sums in float32 are off. Valid until the next call. Of blocks without an
         operand it is a number that is finite where the gradient is.
         """
+        # Where eps damps all that is so small, as zeros are, it need not be told from them.
+        may_vanish = all(hypers[chunk.group].eps > 1e-15 for chunk in self._chunks)
         for exact in (False, True):
             for number, chunk in enumerate(self._chunks):
                 self._fill(number, chunk, grads, hypers[chunk.group], exact)
-            if bool(squares_fit(self._norms[: self._count]).all()):
+            if bool(squares_fit(self._norms[: self._count], may_vanish).all()):
                 break
         return self._norms
 

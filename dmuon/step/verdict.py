@@ -438,8 +438,8 @@ def own_verdict(
     device: torch.device,
 ) -> Verdict | None:
     """What a rank can know by itself, and replicas know alike: a block without a gradient here, or
-    with one that is not finite, stays as it is. So do all of AdamW's parameters where the gradient
-    of one is not finite. None if nothing may change.
+    with one that is not finite, stays as it is. So does one of AdamW's parameters, with all that
+    have the same replicas. None if nothing may change.
 
     ``norms`` of blocks, whose ``parameters`` are these. ``found_inf``: torch's scaler has shared
     its own verdict and lowers its scale on all ranks, so nothing changes where that is not zero.
@@ -463,11 +463,12 @@ def own_verdict(
         if not here[p]:
             bad[n].fill_(True)
     stays: dict[int, bool | Tensor] = {p: True for p, is_here in enumerate(here) if not is_here}
-    others = overflow
-    for _, flags in of_others:
-        others = others.logical_or(flags.any().to(device))
+    for some, flags in of_others:
+        flag = flags.any()
+        if not on_host:
+            stays |= dict.fromkeys(some, flag.float())
+        elif bool(flag):
+            stays |= dict.fromkeys(some, True)
     if on_host:
-        if bool(others):
-            stays |= {p: True for some, _ in of_others for p in some}
         return Verdict(bool(finite), bad if bool(bad.any()) else None, stays)
-    return Verdict(finite, bad, stays, others.float())
+    return Verdict(finite, bad, stays, overflow.float())

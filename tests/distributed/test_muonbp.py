@@ -113,3 +113,25 @@ def test_blocks_without_a_gradient_or_with_a_bad_one_are_left_alone(rank, world)
             pair.opt.zero_grad()
         assert pair.opt.stats()["finite"] is (rank == 1)
         assert pair.opt.stats()["skipped"] == int(rank == 0)
+
+
+@distributed(4)
+def test_replicas_decide_alike_about_adamw_where_a_shard_is_not_finite(rank, world):
+    """Tensor parallelism: one rank finds an inf in its slice of a weight of AdamW's; those that
+    every rank has whole stay equal."""
+    with both(layout="tp+fsdp", only={"period": math.inf}) as pair:
+        named = dict(pair.model.named_parameters())
+        owned_by_adamw = {n: p for n, p in named.items() if "exp_avg" in pair.opt.state[p]}
+        cut = {n for n, p in owned_by_adamw.items() if any(q.is_shard() for q in p.placements[1:])}
+        assert cut and cut < owned_by_adamw.keys()
+        for step in range(2):
+            pair.backward(step)
+            if step and rank == 0:
+                named[min(cut)].grad.to_local().view(-1)[0] = math.inf
+            pair.opt.step()
+            pair.opt.zero_grad()
+        for name in owned_by_adamw.keys() - cut:
+            p = named[name]
+            steps = gathered(float(pair.opt.state[p]["step"]))
+            assert len(set(steps)) == 1, (name, steps)
+        assert len(set(gathered(float(pair.opt.state[named[min(cut)]]["step"])))) == 2
