@@ -297,8 +297,8 @@ class ShardedOptions(_Checked):
 class DedicatedOptions(_Checked):
     """How the `dedicated` layout moves bytes.
 
-    ``prefetch``: how many groups of modules are broadcast ahead of the one that runs.
-    ``free_after_forward``: drop a group's weights when it has run, and broadcast them again for
+    ``prefetch``: how many groups of modules are gathered ahead of the one that runs.
+    ``free_after_forward``: drop a group's weights when it has run, and gather them again for
     backward; False keeps them until backward is done. ``groups``: ``(name, module) -> bool`` picks
     the modules whose weights travel together (None: the members of the outermost `ModuleList`,
     `ModuleDict` and `Sequential`). ``param_dtype``: the dtype in which weights travel and are used

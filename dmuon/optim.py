@@ -920,11 +920,10 @@ def _agreed(
     ownerships: list[Ownership], ns_dtype: str | torch.dtype
 ) -> tuple[torch.dtype, choice.Speeds]:
     """The Newton-Schulz dtype of all ranks, and the speeds that decide where no plan names a
-    kernel."""
+    kernel: fixed ones, so that a run that is resumed has the bits of one that went on."""
     device = ownerships[0].runtime.device
     mine = resolve_ns_dtype(ns_dtype, device)
-    rows = max((min(m.shape) for o in ownerships for m in o.plan.specs.matrices), default=0)
-    asked = mine, choice.measured_speeds(device, mine, rows)
+    asked = mine, choice.fixed_speeds(device, mine)
     found = {c for o in ownerships for c in o.runtime.transport.gather_objects(asked)}
     return choice.common_choice(found, device)
 
