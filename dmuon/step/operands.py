@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -208,14 +208,9 @@ def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterat
         yield first, len(kinds)
 
 
-class Operands:
-    """The operands of Newton-Schulz in the order of a step: position n is block ``order[n]``.
-
-    ``others`` come last. They have no operand: another replica has it, and their momentum follows.
-
-    Where the dtype of computing is not that of the workspace, an operand is computed in the copy of
-    a chunk and cast from there.
-    """
+class _InOrder:
+    """Blocks in the order of a step: position n is block ``order[n]``. ``others`` come last; they
+    have no operand, because another replica has it, and their momentum follows."""
 
     def __init__(
         self,
@@ -228,12 +223,24 @@ class Operands:
         self.order = [*order, *others]
         self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
+        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+
+
+class Operands(_InOrder):
+    """The operands of Newton-Schulz, kept in a workspace.
+
+    Where the dtype of computing is not that of the workspace, an operand is computed in the copy of
+    a chunk and cast from there.
+    """
+
+    def __init__(self, state: BlockState, *args: Any) -> None:
+        super().__init__(state, *args)
         self._shapes = [(state.working[k], state.momentum[k].shape) for k in self.order]
         self._sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._shapes]
-        numels = [shape.numel() for _, shape in self._shapes[: len(order)]]
+        numels = [shape.numel() for _, shape in self._shapes[: self._count]]
         self._starts = [0, *accumulate(numels)]
         kinds = [
-            (state.blocks[k].group, self._shapes[n][0], n < len(order))
+            (state.blocks[k].group, self._shapes[n][0], n < self._count)
             for n, k in enumerate(self.order)
         ]
         self._chunks = []
@@ -246,7 +253,6 @@ class Operands:
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
-        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
 
     def stack(self, first: int, last: int) -> Tensor:
         """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
@@ -373,7 +379,7 @@ class Operands:
         return found
 
 
-class PassingOperands:
+class PassingOperands(_InOrder):
     """`Operands` where the host cannot read from the device: none is kept.
 
     `fill` reads momentum and gradients for the norms alone. Once the verdict is there, `write`
@@ -381,21 +387,11 @@ class PassingOperands:
     So nothing is stored that may be called off, and `commit` is for ``others``.
     """
 
-    def __init__(
-        self,
-        state: BlockState,
-        rules: Sequence[Rule],
-        order: Sequence[int],
-        others: Sequence[int] = (),
-    ) -> None:
-        self._state, self._rules = state, rules
-        self.order = [*order, *others]
-        self._count = len(order)
-        self.position_of = {k: n for n, k in enumerate(self.order)}
+    def __init__(self, state: BlockState, *args: Any) -> None:
+        super().__init__(state, *args)
         self._kinds = [(state.blocks[k].group, state.working[k]) for k in self.order]
-        kinds = [(*kind, n < len(order)) for n, kind in enumerate(self._kinds)]
+        kinds = [(*kind, n < self._count) for n, kind in enumerate(self._kinds)]
         self._runs = [*_cuts(kinds, [0] * len(kinds), 1)]
-        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
 
     @property
     def largest_piece(self) -> int:
