@@ -184,7 +184,7 @@ class LocalParameters:
                     "layout); dmuon needs dense gradients (for an embedding: sparse=False)"
                 )
             placements = getattr(grad, "placements", None)
-            if placements is not None and placements is not stamp.placements:
+            if placements is not None and placements != stamp.placements:
                 p = self.parameters[n]
                 p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
         return [grad if grad is None else stored_tensor(grad) for grad in grads]

@@ -56,7 +56,7 @@ _STABLE = 0.05  # of the median, between the quartiles
 _PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
 _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
-_CALL_MS = 0.1  # of Python, which a larger batch saves on a CPU
+_CALL_MS, _CALL_SHARE = 0.1, 0.05  # of a call, which a larger batch saves on a CPU
 _LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
@@ -111,6 +111,30 @@ def cases_of(
     return tuple(cases)
 
 
+def _smaller(case: Case) -> Iterator[Case]:
+    """The smaller batches that `cases_of` lists."""
+    sizes = (2**i for i in range(case.batch.bit_length()))
+    return (replace(case, batch=size) for size in sizes if size < case.batch)
+
+
+def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
+    """Milliseconds of these batches on a CPU, where none takes longer than its matrices do in
+    smaller batches: it saves calls. So the noise of a few times does not split batches.
+
+    >>> one, two = Case((8, 8, "float32"), 1), Case((8, 8, "float32"), 2)
+    >>> by_smaller_batches({one: 4.0, two: 9.0}, [one, two])[two]
+    7.9
+    """
+    found = dict(times)
+    for case in sorted(cases, key=lambda case: case.batch):
+        for smaller in _smaller(case):
+            if smaller in found:
+                ms, count = found[smaller], case.batch / smaller.batch
+                saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms)
+                found[case] = min(found.get(case, math.inf), count * ms - saved)
+    return found
+
+
 # ---- the timing loop ---------------------------------------------------------------------
 
 
@@ -140,9 +164,7 @@ class Pace:
     def alike(self, case: Case) -> Case:
         """The smallest known batch of this shape that takes so long that a CPU runs larger ones,
         such as ``case``, with the same kernel; ``case`` if there is none."""
-        sizes = (2**i for i in range(case.batch.bit_length()))
-        smaller = (replace(case, batch=size) for size in sizes if size < case.batch)
-        return next((c for c in smaller if self.known.get(c, 0.0) >= _LONG_MS), case)
+        return next((c for c in _smaller(case) if self.known.get(c, 0.0) >= _LONG_MS), case)
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Single matrices before larger batches, each by the time of all matrices of its shape,
@@ -264,6 +286,7 @@ class OwnerTimer:
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()
+        self._own_ms = self._all_own_ms = self._spent_ms = 0.0
 
     def _call(self, case: Case, kernel: str) -> Call:
         is_raw = not self._momentum and are_raw({self.ns_dtype}, self.device)
@@ -305,22 +328,39 @@ class OwnerTimer:
         with devices.of(self.device).current():
             for _ in range(turns):
                 watch = self._once(case, kernel)
-            return watch.milliseconds()
+            ms = watch.milliseconds()
+        return self._evened(ms) if devices.of(self.device).is_cpu else ms
+
+    def _evened(self, ms: float) -> float:
+        """The thread's own time in the last run, of ``ms``, times what all runs so far took over
+        theirs: where processes outnumber processors a short run is interrupted, or is not."""
+        own = min(ms, self._own_ms) or ms  # nothing where that clock is coarse
+        self._spent_ms += ms
+        self._all_own_ms += own
+        return own * self._spent_ms / self._all_own_ms if own else ms
+
+    def _timed(self, work: Callable[[], object]) -> Stopwatch:
+        watch, begun = Stopwatch(self.device), time.thread_time()
+        watch.start()
+        work()
+        watch.stop()
+        self._own_ms = 1e3 * (time.thread_time() - begun)
+        return watch
 
     def _once(self, case: Case, kernel: str) -> Stopwatch:
         call = self._call(case, kernel)
         memory = self._memory[case.key[2]]
         grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
-        watch = Stopwatch(self.device)
         operand = self._runner.operand(call)
         if not self._momentum:
             normalize(grads, self.ns_dtype, out=operand)
-        watch.start()
-        if self._momentum:
-            Rule().operand(buffer, grads, self._hyper, out=operand)
-        self._runner.run(call, operand)
-        watch.stop()
-        return watch
+
+        def update() -> None:
+            if self._momentum:
+                Rule().operand(buffer, grads, self._hyper, out=operand)
+            self._runner.run(call, operand)
+
+        return self._timed(update)
 
 
 class SliceTimer(OwnerTimer):
@@ -352,11 +392,7 @@ class SliceTimer(OwnerTimer):
         x = calls[0][1]
         x.copy_(self._values[: x.numel()].view(x.shape))
         norms = torch.full(case.shape[:1], math.sqrt(math.prod(case.key[:2])), device=self.device)
-        watch = Stopwatch(self.device)
-        watch.start()
-        self._runner.run_together(calls, [norms])
-        watch.stop()
-        return watch
+        return self._timed(lambda: self._runner.run_together(calls, [norms]))
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -617,14 +653,12 @@ class _Session:
                     found = race(runs, timer, pace)
                 else:  # what single matrices take may tell what a batch does
                     found = race([run for run in runs if run[0].batch == 1], timer, pace)
-                    new = [run for run in runs if run not in found and pace.alike(run[0]) == run[0]]
-                    found |= race(new, timer, pace)
-                    for run in runs:
-                        if (one := pace.alike(run[0])) != run[0]:
-                            times = run[0].batch / one.batch
-                            found.setdefault(run, times * pace.known[one] - (times - 1) * _CALL_MS)
+                    short = [run for run in runs if pace.alike(run[0]) == run[0]]
+                    found |= race([run for run in short if run not in found], timer, pace)
             # A new time replaces the cached one, whichever is larger.
-            return dict(cached) | {case: ms for (case, _), ms in found.items()}
+            times = dict(cached) | {case: ms for (case, _), ms in found.items()}
+            fit = [case for case, _ in runs]
+            return by_smaller_batches(times, fit) if devices.of(timer.device).is_cpu else times
 
         if lacking:
             by_rank = self.exchanged(measure)

@@ -19,6 +19,7 @@ owns, because they exchange sums on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from dmuon.config import ShardedOptions
 from dmuon.scheduler.shards import ShardMap
 
 _INBOUND = 3  # of the buffers of a bucket
+Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
+_listed: Copier = partial(partial, torch._foreach_copy_)
 
 
 def _room(route: BucketRoute) -> tuple[int, ...]:
@@ -82,7 +85,7 @@ class Bucket:
             self.replicas.append((one.ranks, [*shares], own))
             updates = own if one.is_all else updates
             copies += [cut.within(buffer, updates) for cut in one.copies]
-        self.copies = pairs_apart(copies)
+        self.copies = Copies(copies)
         came = came if route.joins else updates
         self.updates = [(updates, route.updates), *zip(gathered, every)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
@@ -93,8 +96,8 @@ class Bucket:
         self.gather = "gather", (arrived, route.owned), (sent, route.held)
         self.scatter = "scatter", (came, route.came), (leaving, route.owned)
         # Pieces and blocks, what is copied into what is first.
-        self.cuts = pairs_apart(cut.within(sent, self.send) for cut in route.cuts)
-        self.joins = pairs_apart(cut.within(came, updates)[::-1] for cut in route.joins)
+        self.cuts = Copies(cut.within(sent, self.send) for cut in route.cuts)
+        self.joins = Copies(cut.within(came, updates)[::-1] for cut in route.joins)
         stacks, start = [], 0
         for u in route.units:
             stacks.append((u, assembly.narrow(0, start, units[u].numel).view(units[u].shape)))
@@ -103,24 +106,38 @@ class Bucket:
         self.shared = sum(bool(units[u].co_owners) for u in route.units)
         owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
-        self.assembly = pairs_apart(
+        self.assembly = Copies(
             (places(stack_of[part.unit], part), part.within(arrived)) for part in owned
         )
         # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
         self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
+        self._made: dict[int, tuple[Tensor, Copies]] = {}
+
+    def leaving(self, n: int, update: Tensor) -> Copies:
+        """Of the n-th stack's update, to where its parts leave from."""
+        known = self._made.get(n)
+        if known is None or known[0] is not update:  # it is the same tensor in every step
+            parts, leaving = self.results[n]
+            pairs = zip(leaving, [places(update, part) for part in parts], strict=True)
+            known = self._made[n] = update, Copies(pairs)
+        return known[1]
 
 
-def pairs_apart(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """To copy into, and from."""
-    found = list(pairs)
-    return [to for to, _ in found], [source for _, source in found]
+class Copies:
+    """Pairs of tensors, what is copied into what is first. ``prepare`` makes of both lists what
+    copies them, once."""
 
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        found = list(pairs)
+        self.targets, self.sources = [to for to, _ in found], [source for _, source in found]
+        self._run: Callable[[], object] | None = None
 
-def copy_lists(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    def run(self, prepare: Copier = _listed) -> None:
+        if self.targets:
+            if self._run is None:
+                self._run = prepare(self.targets, self.sources)
+            self._run()
 
 
 class Pipeline:
@@ -156,7 +173,7 @@ class Pipeline:
         self._meter = meter
         self._slots = slots = options.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
-        self.copy = copy_lists  # an engine may know a better way
+        self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
         largest = max((sum(_aligned(units[u].numel) for u in r.units) for r in routes), default=0)
         assembly = like.new_empty(largest, dtype=inbound)
@@ -213,7 +230,7 @@ class Pipeline:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
             wait_all(bucket.works)
-            self.copy(*bucket.assembly)
+            bucket.assembly.run(self.copier)
             if b + self._slots < count:
                 self._gather(b + self._slots, fill)
             if b and self._slots == 1:  # its slot is needed now
@@ -225,8 +242,7 @@ class Pipeline:
             for n, (u, stack) in enumerate(bucket.stacks):
                 update = updates[n] if n < len(updates) else compute(u, stack)
                 if update is not None:
-                    parts, leaving = bucket.results[n]
-                    self.copy(leaving, [places(update, part) for part in parts])
+                    bucket.leaving(n, update).run(self.copier)
             if not b and may_send is not None and not may_send():
                 return False
             for owner, part in enumerate(bucket.shares):
@@ -247,7 +263,7 @@ class Pipeline:
     def _arrive(self, bucket: Bucket) -> None:
         """Wait for the updates of what is held here, and join them to blocks."""
         wait_all(bucket.works)
-        self.copy(*bucket.joins)
+        bucket.joins.run(self.copier)
 
     def _exchange(
         self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
@@ -261,7 +277,7 @@ class Pipeline:
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
         bucket = self.buckets[b]
         fill(b)
-        self.copy(*bucket.cuts)
+        bucket.cuts.run(self.copier)
         if not bucket.shares:
             self._exchange(bucket, *bucket.gather)
 
@@ -270,7 +286,7 @@ class Pipeline:
         if not bucket.replicas:
             return
         self._arrive(bucket)
-        self.copy(*bucket.copies)
+        bucket.copies.run(self.copier)
         for ranks, shares, own in bucket.replicas:
             self._meter["replicate"] += own.nbytes * (len(ranks) - 1)
             bucket.works.append(self._replicas[ranks].all_gather(shares, tag="replicate"))

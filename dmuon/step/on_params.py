@@ -38,7 +38,7 @@ from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import SliceCall
-from dmuon.rule import MOMENTUM, Hyper, copy_all, list_kernels, merged_master, update_norms
+from dmuon.rule import MOMENTUM, Hyper, copier, list_kernels, merged_master, update_norms
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
@@ -161,7 +161,7 @@ class ParamsEngine(Engine):
         # They leave from where they lie.
         memory = partial(self._reserve, ns_dtype) if self._are_raw else None
         runtime.bind(self._group_of, ns_dtype, hooks, memory)
-        runtime.bound().copy = copy_all
+        runtime.bound().copier = copier
         self._check_variants()
         self._bind_full_step()
         self._bind_block_step()

@@ -17,7 +17,7 @@ from dmuon.rule import (
     Rule,
     StateSpec,
     adjusted_lr,
-    copy_all,
+    copier,
     follow_weights,
     momentum_dtypes,
     momentum_update,
@@ -324,7 +324,7 @@ def test_parts_of_matrices_are_copied_in_few_calls(noted):
     memory = torch.zeros(2, 8, 12)
     targets = [memory[:, 2:4], memory[0, 4:, 3:5], memory[1, 4:].mT[2:5], memory[0, :2, :1]]
     sources = [torch.randn(t.shape) for t in targets]
-    copy_all(targets, sources)
+    copier(targets, sources)()
     assert all(map(torch.equal, targets, sources))
     found = [(shapes, turned) for _, shapes, turned in noted.seen]
     columns, transposed = torch.Size([4, 2]), torch.Size([4, 3])

@@ -39,7 +39,7 @@ from dmuon.comm.dedicated.prefetch import (
 from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
-from dmuon.comm.pipeline import Pipeline, copy_lists, pairs_apart
+from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
 from dmuon.config import DedicatedOptions, ShardedOptions
@@ -69,7 +69,7 @@ class _Assembly:
         how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
         self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
         # What is kept never moves, so views of it are made once.
-        self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._sources: list[Copies] = []
         self._results: list[list[tuple[int, _Parts]]] = []
         for bucket in self._pipeline.buckets:
             sent = (
@@ -77,7 +77,7 @@ class _Assembly:
                 for part in bucket.route.held.parts
                 for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
             )
-            self._sources.append(pairs_apart(sent))
+            self._sources.append(Copies(sent))
             self._results.append(
                 [
                     (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
@@ -95,7 +95,7 @@ class _Assembly:
         coordinates ``update`` with the parts of the results."""
 
         def fill(b: int) -> None:
-            copy_lists(*self._sources[b])
+            self._sources[b].run()
 
         def apply(b: int) -> None:
             for u, parts in self._results[b]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
-from dmuon.comm.pipeline import copy_lists, pairs_apart
+from dmuon.comm.pipeline import Copies
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Work, wait_all
@@ -403,7 +403,7 @@ class Storage:
         wait_all(layer.gathers)
         for bucket in layer.buckets:
             bucket.buffer.hold()
-        copy_lists(*pairs_apart(pair for bucket in layer.buckets for pair in bucket.copies))
+        Copies(pair for bucket in layer.buckets for pair in bucket.copies).run()
         for parts in layer.exchanges:
             self._process_groups.meter["weights"] += sum(part.nbytes for part in parts)
             transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
