@@ -23,26 +23,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-COMMANDS = {  # modules of `dmuon.tools`
-    "plan": (
-        "balance the matrices of a model over a mesh, without either of them",
-        "Plans which rank owns which matrix and prints the load balance with a proven lower bound. "
-        "Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the "
-        "certificate does not hold; 2 for a mistake, or a file that cannot be read or is too "
-        "large; 3 for a crash of the command itself.",
-    ),
-    "profile": (
-        "measure what Newton-Schulz costs here",
-        "Measures batches of each shape on this machine's device and prints the times; with --out "
-        "writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of "
-        "the command itself.",
-    ),
-    "check": (
-        "compare dmuon on several processes with Muon in one",
-        "Trains small models with dmuon on several processes, with different data on each data "
-        "rank, and with a plain reference Muon on the joint batch, and compares all weights and "
-        "losses after every step. Exit status 1 if they differ, 2 for a mistake, 3 for a crash.",
-    ),
+COMMANDS = {  # modules of `dmuon.tools`, whose docstrings are the descriptions
+    "plan": "balance the matrices of a model over a mesh, without either of them",
+    "profile": "measure what Newton-Schulz costs here",
+    "check": "compare dmuon on several processes with Muon in one",
 }
 
 
@@ -50,10 +34,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Only what a command line names is imported, because torch takes a second."""
     parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (text, description) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=description)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
         if name in argv:
             module = import_module(f"dmuon.tools.{name}")
+            command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

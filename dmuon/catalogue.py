@@ -1,4 +1,6 @@
-"""Models to plan for without having them: Hugging Face configurations, of which presets are some.
+"""Models to plan for without having them: Hugging Face configurations.
+
+Presets are those in `presets.json` beside this file, each with the publication of its numbers.
 
 `model_specs` turns a preset's name, a configuration or a user's own function into what the
 scheduler takes; `build` makes the model of a configuration on the meta device.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -72,12 +75,8 @@ class _Config:
         return self.size("hidden_size")
 
 
-_rms_norm = partial(nn.RMSNorm, device="meta")
-_layer_norm = partial(nn.LayerNorm, device="meta")
-
-
 def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias, device="meta")
+    return nn.Linear(inputs, outputs, bias)
 
 
 def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, bool]) -> nn.Module:
@@ -89,12 +88,12 @@ def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, 
 
 
 def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device="meta"))
+    return nn.Parameter(torch.empty(shape))
 
 
 def _embedding(count: int, hidden: int) -> nn.Embedding:
     # With a weight, because to initialize one on the meta device takes seconds.
-    return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
+    return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden))
 
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -107,8 +106,8 @@ def _trunk(
     """The layers, each with its ``norms``, and the norm after the last of them."""
     layers = nn.ModuleList(map(layer, range(c.size("num_hidden_layers"))))
     for made, name in product(layers, norms):
-        made.add_module(name, _rms_norm(c.hidden))
-    return _join(layers=layers, **{last_norm: _rms_norm(c.hidden)})
+        made.add_module(name, nn.RMSNorm(c.hidden))
+    return _join(layers=layers, **{last_norm: nn.RMSNorm(c.hidden)})
 
 
 def _head(c: _Config, embedding: nn.Embedding, tied: bool) -> nn.Module:
@@ -151,7 +150,7 @@ def _attention(
     key = (c.hidden, keys, bias)
     attention = _join(q_proj=(c.hidden, queries, bias), k_proj=key, v_proj=key, o_proj=output)
     if qk_norm:
-        attention.q_norm, attention.k_norm = _rms_norm(size), _rms_norm(size)
+        attention.q_norm, attention.k_norm = nn.RMSNorm(size), nn.RMSNorm(size)
     return attention
 
 
@@ -281,12 +280,12 @@ def _latent_attention(c: _Config) -> nn.Module:
     size = heads * (nope + rope)
     queries: dict[str, Any] = {"q_proj": (c.hidden, size)}
     if query_rank:
-        down, norm = (c.hidden, query_rank, bias), _rms_norm(query_rank)
+        down, norm = (c.hidden, query_rank, bias), nn.RMSNorm(query_rank)
         queries = {"q_a_proj": down, "q_a_layernorm": norm, "q_b_proj": (query_rank, size)}
     return _join(
         **queries,
         kv_a_proj_with_mqa=(c.hidden, rank + rope, bias),
-        kv_a_layernorm=_rms_norm(rank),
+        kv_a_layernorm=nn.RMSNorm(rank),
         kv_b_proj=(rank, heads * (nope + value)),
         o_proj=(heads * value, c.hidden, bias),
     )
@@ -301,13 +300,12 @@ def _mixer(
     ``keys``: the length of the convolution, and the biases of the projections and of it."""
     kernel, bias, kernel_bias = c.size(keys[0], 4), c.flag(keys[1]), c.flag(keys[2], True)
     channels = inner + (2 * groups * state if heads else 0)
-    how: dict[str, Any] = {"groups": channels, "bias": kernel_bias, "device": "meta"}
-    convolution = nn.Conv1d(channels, channels, kernel, **how)
+    convolution = nn.Conv1d(channels, channels, kernel, groups=channels, bias=kernel_bias)
     mixer = _join(conv1d=convolution, out_proj=(inner, c.hidden, bias))
     if heads:
         mixer.in_proj = _linear(c.hidden, inner + channels + heads, bias)
         mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(heads) for _ in range(3))
-        mixer.norm = _rms_norm(inner)
+        mixer.norm = nn.RMSNorm(inner)
         return mixer
     mixer.A_log, mixer.D = _parameter(inner, state), _parameter(inner)
     mixer.in_proj = _linear(c.hidden, 2 * inner, bias)
@@ -337,7 +335,7 @@ def _mamba(c: _Config, version: int = 1) -> nn.Module:
 
     def layer(_: int) -> nn.Module:
         keys = "conv_kernel", "use_bias", "use_conv_bias"
-        return _join(norm=_rms_norm(c.hidden), mixer=_mixer(c, inner, keys, **sizes))
+        return _join(norm=nn.RMSNorm(c.hidden), mixer=_mixer(c, inner, keys, **sizes))
 
     backbone = _trunk(c, layer, (), "norm_f")
     embedding = backbone.embeddings = _embedding(c.size("vocab_size"), c.hidden)
@@ -364,8 +362,8 @@ def _jamba(c: _Config) -> nn.Module:
         if index % every == first:
             return _join(self_attn=_attention(c, qkv_bias=False), feed_forward=forward)
         mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
-        mixer.dt_layernorm = _rms_norm(rank)
-        mixer.b_layernorm, mixer.c_layernorm = _rms_norm(state), _rms_norm(state)
+        mixer.dt_layernorm = nn.RMSNorm(rank)
+        mixer.b_layernorm, mixer.c_layernorm = nn.RMSNorm(state), nn.RMSNorm(state)
         return _join(mamba=mixer, feed_forward=forward)
 
     return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
@@ -398,9 +396,9 @@ def _gpt2(c: _Config) -> nn.Module:
 
     def block(_: int) -> nn.Module:
         return _join(
-            ln_1=_layer_norm(hidden),
+            ln_1=nn.LayerNorm(hidden),
             attn=_join(c_attn=conv1d(hidden, 3 * hidden), c_proj=conv1d(hidden, hidden)),
-            ln_2=_layer_norm(hidden),
+            ln_2=nn.LayerNorm(hidden),
             mlp=_join(c_fc=conv1d(hidden, width), c_proj=conv1d(width, hidden)),
         )
 
@@ -409,7 +407,7 @@ def _gpt2(c: _Config) -> nn.Module:
         wte=embedding,
         wpe=_embedding(c.size("n_positions"), hidden),
         h=nn.ModuleList(map(block, range(c.size("n_layer")))),
-        ln_f=_layer_norm(hidden),
+        ln_f=nn.LayerNorm(hidden),
     )
     return _join(transformer=transformer, lm_head=_head(c, embedding, True))
 
@@ -421,20 +419,20 @@ def _siglip(c: _Config) -> nn.Module:
 
     def layer(_: int) -> nn.Module:
         return _join(
-            layer_norm1=_layer_norm(hidden),
+            layer_norm1=nn.LayerNorm(hidden),
             self_attn=_join(q_proj=square, k_proj=square, v_proj=square, out_proj=square),
-            layer_norm2=_layer_norm(hidden),
+            layer_norm2=nn.LayerNorm(hidden),
             mlp=_join(fc1=(hidden, width, True), fc2=(width, hidden, True)),
         )
 
     patches = (c.size("image_size") // patch) ** 2
     return _join(
         embeddings=_join(
-            patch_embedding=nn.Conv2d(3, hidden, patch, stride=patch, device="meta"),
+            patch_embedding=nn.Conv2d(3, hidden, patch, stride=patch),
             position_embedding=_embedding(patches, hidden),
         ),
         encoder=_join(layers=nn.ModuleList(map(layer, range(c.size("num_hidden_layers"))))),
-        post_layernorm=_layer_norm(hidden),
+        post_layernorm=nn.LayerNorm(hidden),
     )
 
 
@@ -495,7 +493,8 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
             f"no rule for model_type {kind!r}; known: {', '.join(MODEL_TYPES)}. For any other pass "
             "--model module:function, a function that returns the model (best on the meta device)"
         )
-    return MODEL_TYPES[kind](_Config(config)).to(getattr(torch, dtype or dtype_of(config)))
+    with torch.device("meta"):
+        return MODEL_TYPES[kind](_Config(config)).to(getattr(torch, dtype or dtype_of(config)))
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
@@ -525,108 +524,10 @@ class Preset:
     source: str
 
 
-_SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "intermediate_size", "head_dim",
-)  # fmt: skip
-_TIED_SIZES = (*_SIZES, "tie_word_embeddings")
-_MOE_SIZES = (*_SIZES, "num_experts", "moe_intermediate_size")
-_LATENT_SIZES = (
-    *_SIZES[:4], "intermediate_size", "moe_intermediate_size", "n_routed_experts",
-    "n_shared_experts", "first_k_dense_replace", "q_lora_rank",
-)  # fmt: skip
-_LATENT = {
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
-
-
-def _config(kind: str, *sizes: int, keys: Sequence[str] = _SIZES, **more: Any) -> dict[str, Any]:
-    """The ``sizes`` by their ``keys``, the last of which may be absent, and ``more`` keys."""
-    return {"model_type": kind, **dict(zip(keys, sizes)), **more}
-
-
-def _family(
-    prefix: str, kind: str, source: str, rows: Mapping[str, tuple[int, ...]], **more: Any
-) -> dict[str, Preset]:
-    """A preset for each row, by its name behind ``prefix``; ``source`` has {} for the name."""
-    return {
-        prefix + name.lower(): Preset(_config(kind, *row, **more), source.format(name))
-        for name, row in rows.items()
-    }
-
-
-_GPT2 = "GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{}"
-_LLAMA32 = "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{}"
-_QWEN25 = "Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{}"
-_QWEN3 = "Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{}"
-_V2 = "DeepSeek-V2 paper (2024), appendix B; config.json of deepseek-ai/DeepSeek-V2-{}"
-_V3 = "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction"
-_PI0 = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
-
-# Vocabulary, hidden size, layers, heads, heads of keys, width of the MLP, size of a head; then
-# whether embeddings are tied, or experts and their width.
-PRESETS: Mapping[str, Preset] = MappingProxyType({
-    **_family("", "gpt2", _GPT2, {
-        "gpt2": (50257, 768, 12),
-        "gpt2-medium": (50257, 1024, 24),
-        "gpt2-large": (50257, 1280, 36),
-        "gpt2-xl": (50257, 1600, 48),
-    }, keys=("vocab_size", "n_embd", "n_layer"), n_positions=1024),
-    **_family("llama3-", "llama", "Llama 3 paper (Dubey et al. 2024), table 3", {
-        "8B": (128256, 4096, 32, 32, 8, 14336, 128),
-        "70B": (128256, 8192, 80, 64, 8, 28672, 128),
-        "405B": (128256, 16384, 126, 128, 8, 53248, 128),
-    }),
-    **_family("llama3.2-", "llama", _LLAMA32, {
-        "1B": (128256, 2048, 16, 32, 8, 8192, 64, True),
-        "3B": (128256, 3072, 28, 24, 8, 8192, 128, True),
-    }, keys=_TIED_SIZES),
-    **_family("qwen2.5-", "qwen2", _QWEN25, {
-        "0.5B": (151936, 896, 24, 14, 2, 4864, 64, True),
-        "1.5B": (151936, 1536, 28, 12, 2, 8960, 128, True),
-        "3B": (151936, 2048, 36, 16, 2, 11008, 128, True),
-        "7B": (152064, 3584, 28, 28, 4, 18944, 128),
-        "14B": (152064, 5120, 48, 40, 8, 13824, 128),
-        "32B": (152064, 5120, 64, 40, 8, 27648, 128),
-        "72B": (152064, 8192, 80, 64, 8, 29568, 128),
-    }, keys=_TIED_SIZES),
-    **_family("qwen3-", "qwen3", _QWEN3, {
-        "0.6B": (151936, 1024, 28, 16, 8, 3072, 128, True),
-        "1.7B": (151936, 2048, 28, 16, 8, 6144, 128, True),
-        "4B": (151936, 2560, 36, 32, 8, 9728, 128, True),
-        "8B": (151936, 4096, 36, 32, 8, 12288, 128),
-        "14B": (151936, 5120, 40, 40, 8, 17408, 128),
-        "32B": (151936, 5120, 64, 64, 8, 25600, 128),
-    }, keys=_TIED_SIZES),
-    **_family("qwen3-", "qwen3_moe", _QWEN3, {
-        "30B-A3B": (151936, 2048, 48, 32, 4, 6144, 128, 128, 768),
-        "235B-A22B": (151936, 4096, 94, 64, 4, 12288, 128, 128, 1536),
-    }, keys=_MOE_SIZES),
-    **_family("mixtral-", "mixtral", "Mixtral of Experts paper (Jiang et al. 2024), table 1", {
-        "8x7B": (32000, 4096, 32, 32, 8, 14336, 128),
-    }, num_local_experts=8),
-    **_family("mixtral-", "mixtral", "config.json of mistralai/Mixtral-{}-v0.1", {
-        "8x22B": (32000, 6144, 56, 48, 8, 16384, 128),
-    }, num_local_experts=8),
-    **_family("deepseek-v2-", "deepseek_v2", _V2, {
-        "Lite": (102400, 2048, 27, 16, 10944, 1408, 64, 2, 1),
-    }, keys=_LATENT_SIZES, **_LATENT),
-    **_family("deepseek-", "deepseek_v3", _V3, {
-        "V3": (129280, 7168, 61, 128, 18432, 2048, 256, 1, 3, 1536),
-    }, keys=_LATENT_SIZES, **_LATENT),
-    **_family("moe-", "qwen3_moe", "made up: a scaling target of about 46,000 matrices", {
-        "60x256": (128256, 4096, 60, 32, 8, 1536, 128, 256, 1536),
-    }, keys=_MOE_SIZES),
-    "vla": Preset(_config(
-        "pi0", 32, keys=("action_dim",),
-        vision_config={
-            "hidden_size": 1152, "num_hidden_layers": 27, "intermediate_size": 4304,
-            "patch_size": 14, "image_size": 224,
-        },
-        text_config=_config("gemma", 257152, 2048, 18, 8, 1, 16384, 256),
-        expert_config=_config("gemma", 257152, 1024, 18, 8, 1, 4096, 256),
-    ), _PI0),
-})  # fmt: skip
+_PRESETS = Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {name: Preset(**preset) for name, preset in json.loads(_PRESETS).items()}
+)
 
 
 def _from_function(text: str, dtype: str | None) -> nn.Module:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import devices
-from dmuon.scheduler.specs import INTERLEAVED, Box, LocalShard, dtype_name
-from dmuon.types import OwnershipError
+from dmuon.scheduler.specs import Box, LocalShard, dtype_name
+from dmuon.types import INTERLEAVED, OwnershipError
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names."""

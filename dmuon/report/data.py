@@ -2,7 +2,7 @@
 
 ::
 
-    OwnershipPlan, measured ms -> LoadBalanceReport -> facts, tables -> text.render, html.page
+    OwnershipPlan, measured ms -> LoadBalanceReport -> facts, tables -> text.render, page
                                                     -> to_dict
 """
 
@@ -18,22 +18,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from dmuon.report import html
-from dmuon.report.text import (
-    Fact,
-    Table,
-    bytes_text,
-    count_text,
-    fold_names,
-    ms_text,
-    printed,
-    render,
-)
+from dmuon.report import render
+from dmuon.report.render import count_text
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.json_files import write_text
-from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
+from dmuon.scheduler.topology import Contention, contention, natural_key
 from dmuon.types import Algorithm
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
@@ -270,14 +261,14 @@ class LoadBalanceReport:
         """Measured against predicted; None before any training step."""
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[render.Table]:
         return [_rank_table(self), _shape_table(self), _parameter_table(self.plan)]
 
     def __rich__(self) -> RenderableType:
-        return render(_title(self.plan), _facts(self), self._tables())
+        return render.render(_title(self.plan), _facts(self), self._tables())
 
     def __str__(self) -> str:
-        return printed(self)
+        return render.printed(self)
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page with pictures, whole or not at all.
@@ -325,7 +316,7 @@ class LoadBalanceReport:
 
     def ms_text(self, ms: float) -> str:
         """Milliseconds with the decimals that the largest time of the report needs."""
-        return ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
+        return render.ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
@@ -443,7 +434,7 @@ def _title(plan: OwnershipPlan) -> str:
     )
 
 
-def _facts(report: LoadBalanceReport) -> list[Fact]:
+def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     """About the plan, most important first; empty ones are left out."""
     plan, certificate, idle, text = report.plan, report.certificate, report.idle, report.ms_text
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
@@ -576,7 +567,7 @@ def _contention_text(report: LoadBalanceReport) -> str:
 def _memory_text(plan: OwnershipPlan) -> str:
     state, cap = plan.state_bytes, plan.limits.memory_bytes
     sizes = {"min": min(state), "mean": sum(state) / len(state), "max": max(state), "cap": cap}
-    told = ", ".join(f"{what} {bytes_text(n)}" for what, n in sizes.items() if n is not None)
+    told = ", ".join(f"{what} {render.bytes_text(n)}" for what, n in sizes.items() if n is not None)
     held = not plan.layout.keeps_state_at_owners
     return f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
 
@@ -608,7 +599,7 @@ def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
     return text
 
 
-def _rank_table(report: LoadBalanceReport) -> Table:
+def _rank_table(report: LoadBalanceReport) -> render.Table:
     """Every rank, or the busiest and the idlest with the mean of all."""
     bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
     headings = ["rank", "matrices", "predicted ms", "to the bound", "state"]
@@ -616,7 +607,7 @@ def _rank_table(report: LoadBalanceReport) -> Table:
 
     def row(name: str, matrices: str, ranks: Sequence[RankLoad]) -> list[str]:
         ms = sum(r.ms for r in ranks) / len(ranks)
-        state = bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
+        state = render.bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
         deviation = f"{ms / bound - 1:+.2%}" if bound else ""
         cells = [name, matrices, report.ms_text(ms), deviation, state]
         if measured:
@@ -627,19 +618,19 @@ def _rank_table(report: LoadBalanceReport) -> Table:
 
     rows = [row(str(r.rank), str(r.matrices), [r]) for r in report.ranks]
     if count <= FOLD_ABOVE:
-        return Table("Ranks", headings, rows)
+        return render.Table("Ranks", headings, rows)
     by_load = [rows[r.rank] for r in _by_load(report)]
     more = [f"{count - 2 * SHOWN} more ranks"] + [""] * (len(headings) - 1)
     mean = row("mean", f"{len(report.plan.owners) / count:.1f}", report.ranks)
     shown = [*by_load[:SHOWN], more, *by_load[-SHOWN:], mean]
-    return Table("Busiest and idlest ranks", headings, shown)
+    return render.Table("Busiest and idlest ranks", headings, shown)
 
 
 def _by_load(report: LoadBalanceReport) -> list[RankLoad]:
     return sorted(report.ranks, key=lambda r: (-r.ms, r.rank))
 
 
-def _shape_table(report: LoadBalanceReport) -> Table:
+def _shape_table(report: LoadBalanceReport) -> render.Table:
     text = report.ms_text
     rows = []
     for s in report.shapes[:_MOST_SHAPES]:
@@ -652,10 +643,10 @@ def _shape_table(report: LoadBalanceReport) -> Table:
         rows.append([f"{len(more)} more shapes", "", str(count), "", "", total, "", ""])
     numbers = ["batch sizes", "ms each", "ms in all", "ms alone", "prices"]
     headings = ["shape", "dtype", "matrices", *numbers]
-    return Table("Shapes", headings, rows, ("shape", "dtype", "batch sizes", "prices"))
+    return render.Table("Shapes", headings, rows, ("shape", "dtype", "batch sizes", "prices"))
 
 
-def _parameter_table(plan: OwnershipPlan) -> Table:
+def _parameter_table(plan: OwnershipPlan) -> render.Table:
     """Which algorithm updates what, and why; names that differ in numbers alone are folded."""
     alike: dict[tuple[Algorithm, tuple[int, ...], str], list[str]] = defaultdict(list)
     for p in plan.specs.parameters + plan.specs.frozen:
@@ -664,13 +655,13 @@ def _parameter_table(plan: OwnershipPlan) -> Table:
     rows = [
         [pattern, str(count), " x ".join(map(str, shape)), algorithm.value, reason]
         for algorithm, shape, reason in order
-        for pattern, count in fold_names(alike[algorithm, shape, reason])
+        for pattern, count in render.fold_names(alike[algorithm, shape, reason])
     ]
     if len(rows) > _MOST_NAMES:
         more = f"{len(rows) - _MOST_NAMES} more patterns: see to_dict()"
         rows = [*rows[:_MOST_NAMES], [more, "", "", "", ""]]
-    headings = ("parameter", "number", "shape", "by", "why")
-    return Table("Parameters", headings, rows, ("parameter", "shape", "by", "why"), reasons=2)
+    left = ("parameter", "shape", "by", "why")
+    return render.Table("Parameters", ("parameter", "number", *left[1:]), rows, left, reasons=2)
 
 
 def _page(report: LoadBalanceReport) -> str:
@@ -683,19 +674,19 @@ def _page(report: LoadBalanceReport) -> str:
         ("imbalance over the mean", f"{report.imbalance:.2%}"),
         ("matrices on ranks", f"{len(report.plan.specs.matrices)} on {len(report.ranks)}"),
     ]
-    mesh = html.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
+    mesh = render.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
     pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", *mesh)]
     verdict = (_verdict(report, measured), measured.replan) if measured else None
     title, facts, tables = _title(report.plan), _facts(report), report._tables()
-    return html.page(title, tiles, facts, verdict, pictures, tables)
+    return render.page(title, tiles, facts, verdict, pictures, tables)
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms or 1.0
-    ranks, steps = report.ranks, html.MOST_SHOWN // 2 - 1
-    many = len(ranks) > html.MOST_SHOWN
+    ranks, steps = report.ranks, render.MOST_SHOWN // 2 - 1
+    many = len(ranks) > render.MOST_SHOWN
     if many:
         by_load = _by_load(report)
         ranks = tuple(by_load[i * (len(ranks) - 1) // steps] for i in range(steps + 1))
@@ -716,4 +707,4 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         caption += f" {len(bars)} of {len(report.ranks)} ranks, from the busiest to the idlest."
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
-    return html.loads_picture(bars), caption
+    return render.loads_picture(bars), caption

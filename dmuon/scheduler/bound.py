@@ -67,7 +67,8 @@ class Holdings:
     """The worth that a dual gives matrices, and how much of it owners hold within a limit.
 
     All knapsacks together form at most about ``_KNAPSACKS`` pairs. Where many owners are not alike
-    each has fewer of them, and where that is too few to be of use, density alone bounds.
+    each has fewer of them, and where that is too few to be of use, density alone bounds. ``work``
+    is how many they formed; they ``are_exact`` if no points were merged.
 
     Raises:
         ValueError: the dual is of another problem, or so large that 64 bits would wrap around.
@@ -109,16 +110,8 @@ class Holdings:
                 )
             left -= made.work
             self.frontiers[allowed] = made
-
-    @property
-    def work(self) -> int:
-        """The number of pairs that the knapsacks formed."""
-        return sum(made.work for made in self.frontiers.values())
-
-    @property
-    def are_exact(self) -> bool:
-        """True if no points were merged."""
-        return all(made.exact for made in self.frontiers.values())
+        self.work = sum(made.work for made in self.frontiers.values())
+        self.are_exact = all(made.exact for made in self.frontiers.values())
 
     def _fluid(self, allowed: tuple[bool, ...], free: int) -> int:
         """The most that an owner holds if any part of a choice could be taken."""
@@ -133,7 +126,7 @@ class Holdings:
         return [min(self.frontiers[k].best_value(left), self._fluid(k, left)) for k, left in free]
 
     def bound(self) -> int:
-        """The least makespan up to the limit that is not ruled out."""
+        """The least makespan in ticks, up to the limit, that the dual does not rule out."""
 
         def is_open(limit: int) -> bool:
             most = zip(self.problem.classes, self.most(limit), strict=True)
@@ -155,14 +148,9 @@ def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
     return [v * np.arange(len(work)) + u * work for v, u, work in terms]
 
 
-def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
-    """The makespan in ticks that ``dual`` proves, at most ``limit``; ValueError as `Holdings`."""
-    return Holdings(problem, dual, limit).bound()
-
-
 def certified(problem: Problem, proof: Proof, bound: int) -> int:
     """The bound as a certificate computes it: merged points depend on how far knapsacks reach."""
-    while proof.impossible < 0 and (found := bound_of(problem, proof.dual, bound)) < bound:
+    while proof.impossible < 0 and (found := Holdings(problem, proof.dual, bound).bound()) < bound:
         bound = found
     return bound
 
@@ -170,7 +158,7 @@ def certified(problem: Problem, proof: Proof, bound: int) -> int:
 def proven(problem: Problem, proof: Proof, limit: int) -> int:
     """The makespan in ticks, at most ``limit``, that a proof shows; ValueError as `Holdings`."""
     simpler = relaxed(problem)
-    bound = bound_of(simpler, proof.dual, limit)
+    bound = Holdings(simpler, proof.dual, limit).bound()
     if bound <= proof.impossible < limit:
         for some in dict.fromkeys((simpler, problem)):
             counts, complete = cover(some, proof.impossible, proof.dual)

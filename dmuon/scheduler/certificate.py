@@ -17,9 +17,9 @@ from dmuon.scheduler.bound import proven
 from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
 from dmuon.scheduler.greedy import baselines
-from dmuon.scheduler.placement import launch_order
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
+from dmuon.scheduler.topology import launch_order
 from dmuon.types import printable
 
 
@@ -220,11 +220,10 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
-    blocks = blocks_in(plan)
     for batch in plan.batches:
         domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
         size = len(batch.co_owners)
-        if size and batch.co_owners not in blocks(domain, size):
+        if size and batch.co_owners not in blocks_in(plan, domain, size):
             yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
         for i in batch.matrices if domains else ():
             for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
     return box[rows if matrix.rows > matrix.cols else cols] == max(matrix.shape)
 
 
+@lru_cache(maxsize=4096)
 def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block]:
     """Neighbouring ranks in sets of ``size``, each on one node where nodes have so many of them.
 
@@ -76,15 +77,10 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     return inside or across
 
 
-def blocks_in(plan: OwnershipPlan) -> Callable[[int, int], list[Block]]:
-    """`blocks_of` a domain, or of all ranks where it is -1, by the domain and the size."""
-
-    @cache
-    def blocks(domain: int, size: int) -> list[Block]:
-        ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
-        return blocks_of(ranks, plan.topology, size)
-
-    return blocks
+def blocks_in(plan: OwnershipPlan, domain: int, size: int) -> list[Block]:
+    """`blocks_of` a domain, or of all ranks where it is -1."""
+    ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
+    return blocks_of(ranks, plan.topology, size)
 
 
 class CoOwners:
@@ -99,13 +95,13 @@ class CoOwners:
         self.sizes: list[list[int]] = []
         self._price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
-        blocks = blocks_in(plan)
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
-                sizes += [k for k in SIZES if (shape.key, k) in rows and blocks(shape.domain, k)]
+                priced = [k for k in SIZES if (shape.key, k) in rows]
+                sizes += [k for k in priced if blocks_in(plan, shape.domain, k)]
             for k in sizes:
-                self._blocks[s, k] = blocks(shape.domain, k)
+                self._blocks[s, k] = blocks_in(plan, shape.domain, k)
                 ms = rows[shape.key, k].ms[: shape.count] if k > 1 else ()
                 self._price[s, k] = tuple(map(problem.ticks, ms)) or shape.batch_ticks
             self.sizes.append(sorted(sizes, key=lambda k: k * self._price[s, k][0]))
@@ -289,10 +285,10 @@ def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
     counts = Counter(matrix.key for matrix in _shared(plan))
-    domains, blocks_in_domain = range(len(plan.limits.domains)) or (-1,), blocks_in(plan)
+    domains = range(len(plan.limits.domains)) or (-1,)
     found = {}
     for k in SIZES:
-        blocks = [block for domain in domains for block in blocks_in_domain(domain, k)]
+        blocks = [block for domain in domains for block in blocks_in(plan, domain, k)]
         for key in sorted(counts) if blocks else ():
             if max(key[:2]) >= k:
                 found[key, k] = counts[key], blocks

@@ -605,16 +605,12 @@ def cache_directory() -> Path | None:
     return Path(base) / "dmuon" if os.path.isabs(base) else None
 
 
-def cache_path(directory: str | os.PathLike[str], key: CacheKey) -> Path:
-    return Path(directory) / key.file_name()
-
-
 def read_cache(
     directory: str | os.PathLike[str], key: CacheKey
 ) -> tuple[CostTable | None, str | None]:
     """The table cached for ``key``, and what was wrong if the file cannot be used. A kernel that it
     names was chosen by measurement; a time without one is of the fixed rule's."""
-    path = cache_path(directory, key)
+    path = Path(directory, key.file_name())
     if not os.path.lexists(path):
         return None, None
     try:
@@ -635,7 +631,7 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
 
     Of two processes that write at the same moment the later one counts; the other measures again.
     """
-    path = cache_path(directory, key)
+    path = Path(directory, key.file_name())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():

@@ -115,7 +115,7 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof that no plan is faster: `bound.bound_of` computes a makespan from ``dual``.
+    """The proof that no plan is faster: `bound.Holdings` computes a makespan from ``dual``.
 
     ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.

@@ -1,6 +1,6 @@
 """Which parameters are matrices, which go to AdamW, and why.
 
-`REASONS` is the one list; docs/routing.md shows it, and what it does to known models.
+`REASONS` is the one list; docs/routing.md explains it, and shows what it does to known models.
 """
 
 from __future__ import annotations
@@ -208,16 +208,6 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 # ---- reasons -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """``of`` says why a parameter is ``what``, None if it is not; ``source`` who does the same."""
-
-    what: str
-    source: str
-    of: Callable[[_Use], str | None]
-    algorithm: Algorithm = Algorithm.ADAMW
-
-
 def _embedding(use: _Use) -> str | None:
     for module, name in use.places:
         path = name.removesuffix(".weight").rpartition(".")[2]
@@ -230,6 +220,11 @@ def _embedding(use: _Use) -> str | None:
             how = type(module).__name__ if isinstance(module, _EMBEDDINGS) else "by its name"
             return f"embedding ({how}){also}"
     return None
+
+
+def _gain(use: _Use) -> str | None:
+    name = type(use.module).__name__
+    return f"gain of a normalization ({name})" if isinstance(use.module, _NORMS) else None
 
 
 def _depthwise(use: _Use) -> str | None:
@@ -288,66 +283,19 @@ def _head(use: _Use) -> str | None:
     return None
 
 
-_JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
-# The first that gives a reason decides; what is left is a matrix.
-REASONS = (
-    Reason(
-        "bias, gain, anything else with fewer than 2 dims",
-        f"{_JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
-        lambda use: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
-    ),
-    Reason(
-        "parameter without elements",
-        "nothing to orthogonalize",
-        lambda use: None if use.parameter.numel() else "empty",
-    ),
-    Reason(
-        "embedding, and what is tied to it; by its name where the module's type says nothing",
-        f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
-        _embedding,
-    ),
-    Reason(
-        "gain of a normalization with several dims",
-        "scales elements, maps nothing",
-        lambda use: (
-            f"gain of a normalization ({type(use.module).__name__})"
-            if isinstance(use.module, _NORMS)
-            else None
-        ),
-    ),
-    Reason(
-        "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
-        "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
-        _depthwise,
-    ),
-    Reason(
-        "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
-        "`A_log`, `cls_token`, `pos_embed`, attention sinks",
-        "Mamba's code keeps `A_log` and `D` out of weight decay too",
-        _bare,
-    ),
-    Reason(
-        "one row or one column (a gate of a shared expert)",
-        "the orthogonalized update of a vector is only its direction",
-        _vector,
-    ),
-    Reason(
-        "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
-        f"{_JORDAN}: the input layer as the embedding",
-        _first,
-    ),
-    Reason(
-        "router of a mixture of experts",
-        "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
-        _router,
-        Algorithm.MUON,
-    ),
-    Reason(
-        "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
-        "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
-        f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
-        _head,
-    ),
+# The first that gives a reason decides; what is left is a matrix. A router is one, too: of all
+# matrices it gains most (Moonlight, figure 4). docs/routing.md has the sources of the others.
+REASONS: tuple[Callable[[_Use], str | None], ...] = (
+    lambda use: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
+    lambda use: None if use.parameter.numel() else "empty",
+    _embedding,
+    _gain,
+    _depthwise,
+    _bare,
+    _vector,
+    _first,
+    _router,
+    _head,
 )
 
 
@@ -357,8 +305,8 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
         remedy = 'put it into a param group with algorithm="adamw"'
     elif select is None:
         for reason in REASONS:
-            if (found := reason.of(use)) is not None:
-                return reason.algorithm, found
+            if (found := reason(use)) is not None:
+                return Algorithm.MUON if reason is _router else Algorithm.ADAMW, found
         return Algorithm.MUON, "weight"
     else:
         chosen, who = select(use.name, use.parameter), "select chose"

@@ -21,16 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from dmuon.scheduler.specs import (
-    INTERLEAVED,
-    Box,
-    LocalShard,
-    MatrixSpec,
-    ModelSpecs,
-    OwnerLimits,
-    StateSizes,
-)
-from dmuon.types import OwnershipError
+from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
+from dmuon.types import INTERLEAVED, OwnershipError
 
 # ---- who holds what ----------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ _MOST_DIMS = 64
 _COPY = re.compile(r" \(copy \d+ of \d+\)$")
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
-INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
 
@@ -154,11 +153,6 @@ class ParameterSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def state_item(self) -> int:
-        """Bytes of optimizer state for each element: Muon's momentum, or AdamW's two moments."""
-        return ITEM_SIZE.get(self.dtype, 4) * (1 if self.algorithm is Algorithm.MUON else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +312,7 @@ class OwnerLimits:
                     f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
                 )
         if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
-            raise PlanError(
-                "OwnerLimits.domain_of names a domain that is not in OwnerLimits.domains"
-            )
+            raise PlanError("OwnerLimits.domain_of names a domain that OwnerLimits.domains has not")
 
     def fixed_ms_of(self, rank: int) -> float:
         return self.fixed_ms[rank] if self.fixed_ms else 0.0
@@ -349,8 +341,10 @@ class StateSizes:
 
     @classmethod
     def plain(cls, specs: ModelSpecs) -> StateSizes:
-        """Momentum and AdamW's moments in the dtypes of the parameters."""
-        return cls(tuple(p.state_item for p in specs.parameters), (0,) * len(specs.matrices))
+        """Momentum and AdamW's two moments in the dtypes of the parameters."""
+        moments = {Algorithm.MUON: 1, Algorithm.ADAMW: 2}
+        each = (ITEM_SIZE.get(p.dtype, 4) * moments[p.algorithm] for p in specs.parameters)
+        return cls(tuple(each), (0,) * len(specs.matrices))
 
     def limits(
         self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None

@@ -31,7 +31,7 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
-from dmuon.report.text import grid, printed
+from dmuon.report.render import grid, printed
 from dmuon.rule import merged_master
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters

@@ -199,10 +199,6 @@ class ParallelCase:
     data_parallel: Callable[[nn.Module, DeviceMesh], nn.Module] = _as_it_is
     tensor_parallel: Callable[[nn.Module, DeviceMesh], nn.Module] = _as_it_is
 
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Both, in their order."""
-        return self.data_parallel(self.tensor_parallel(model, mesh), mesh)
-
     @property
     def world(self) -> int:
         """How many ranks it needs."""

@@ -1,4 +1,9 @@
-"""The ``plan`` command: who would own which matrix, without the model and without the machine."""
+"""Plans which rank owns which matrix and prints the load balance with a proven lower bound.
+
+Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the certificate
+does not hold; 2 for a mistake, or a file that cannot be read or is too large; 3 for a crash of the
+command itself.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import LoadBalanceReport, build_report
-from dmuon.report.text import WIDTH, count_text, grid, printed
+from dmuon.report.render import WIDTH, count_text, grid, printed
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text

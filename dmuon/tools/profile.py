@@ -1,4 +1,6 @@
-"""The ``profile`` command: measure what Newton-Schulz costs here, and write a cost table."""
+"""Measures batches of each shape on this machine's device and prints the times; with --out writes
+the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of the command itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from dmuon.catalogue import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
-from dmuon.report.text import grid, printed
+from dmuon.report.render import grid, printed
 from dmuon.scheduler.costs import CostTable, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import MODELS, positive, wrote

@@ -417,7 +417,7 @@ def test_errors_name_the_axes_and_the_parameters(rank, world):
     def rename(model):
         model.head = model.lm_head
         del model.lm_head
-        return BY_NAME["fsdp2"].parallelize(model, BY_NAME["fsdp2"].make_mesh())
+        return BY_NAME["fsdp2"].data_parallel(model, BY_NAME["fsdp2"].make_mesh())
 
     with pytest.raises(ValueError, match=r"turned .*'lm_head.weight'.* into .*'head.weight'"):
         check("fsdp2", parallelize=rename)

@@ -23,7 +23,6 @@ from dmuon.scheduler.costs import (
     add_to_cache,
     analytic_class,
     cache_directory,
-    cache_path,
     read_cache,
     resolve_costs,
 )
@@ -247,7 +246,7 @@ def test_what_is_added_is_found_again_and_merged_with_its_kernel(tmp_path):
     assert add(folder, {A: {1: 0.25}}) is None
     table = measured({A: {1: 0.25, 2: 3.0}, B: {1: 0.5}}, kernels={A: {2: STANDARD, 4: GRAM}})
     assert read_cache(folder, KEY) == (table, None)
-    assert CostTable.load(cache_path(folder, KEY)) == table, "a cache file is a cost table"
+    assert CostTable.load(Path(folder, KEY.file_name())) == table, "a cache file is a cost table"
     add(folder, {A: {2: 5.0, 4: 5.0}})
     assert kernels() == {}
     assert [path.name for path in folder.iterdir()] == [KEY.file_name()]

@@ -39,7 +39,6 @@ from dmuon.scheduler.costs import (
     CacheKey,
     CostTable,
     add_to_cache,
-    cache_path,
     read_cache,
 )
 from dmuon.scheduler.json_files import sha256
@@ -100,7 +99,7 @@ KEY = CacheKey("Some GPU (80 GB)", "2.13.0", "torch-1", "float16", 5)
 def cache_file() -> str:
     with tempfile.TemporaryDirectory() as folder:
         add_to_cache(folder, KEY, GROUPED)
-        return cache_path(folder, KEY).read_text()
+        return Path(folder, KEY.file_name()).read_text()
 
 
 # ---- damage ------------------------------------------------------------------------------
@@ -352,7 +351,7 @@ def make_socket(path: Path) -> None:
 )
 def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = cache_path(tmp_path, KEY)
+    path = Path(tmp_path, KEY.file_name())
     make(path)
     table, problem = read_cache(tmp_path, KEY)
     assert table is None and "it is not a regular file" in problem and str(path) in problem
@@ -366,7 +365,7 @@ def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
-    path = cache_path(tmp_path, KEY)
+    path = Path(tmp_path, KEY.file_name())
     names = [f".{path.name}.{i}.tmp" for i in range(2)] + [".other.json.0.tmp", "kept.tmp"]
     for name in names:
         (tmp_path / name).write_text("half")
@@ -452,7 +451,7 @@ def foreign() -> str:
 def test_a_damaged_or_foreign_cache_is_never_believed_and_made_anew(case):
     _, text = case
     with tempfile.TemporaryDirectory() as folder:
-        path = cache_path(folder, KEY)
+        path = Path(folder, KEY.file_name())
         path.write_text(cache_file())
         good, problem = read_cache(folder, KEY)
         assert problem is None and good.entries == GROUPED.entries

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmuon.scheduler.placement import Contention, contention, layer_of, natural_key, place
-from dmuon.scheduler.topology import Topology
+from dmuon.scheduler.topology import Contention, Topology, contention, layer_of, natural_key, place
 
 TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the shapes of a layer's matrices
 

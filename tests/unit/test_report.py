@@ -20,16 +20,15 @@ from torch import nn
 import dmuon
 from dmuon.report import data as report_module
 from dmuon.report.data import LoadBalanceReport, build_report
-from dmuon.report.text import fold_names
+from dmuon.report.render import fold_names
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.json_files import write_text
-from dmuon.scheduler.placement import contention
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
-from dmuon.scheduler.topology import Topology
+from dmuon.scheduler.topology import Topology, contention
 from dmuon.types import Algorithm, Layout
 from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of
 

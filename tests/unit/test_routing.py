@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dmuon.catalogue import PRESETS, build
-from dmuon.scheduler.select import REASONS, Member, collect
+from dmuon.scheduler.select import REASONS, Member, _router, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
 
@@ -120,11 +120,53 @@ def table(families: Iterable[str], make: Callable[[str], nn.Module]) -> list[str
     ]
 
 
+JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
+# Of each of `REASONS`: what it is about, and who does the same, or why.
+RULES = (
+    (
+        "bias, gain, anything else with fewer than 2 dims",
+        f"{JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
+    ),
+    ("parameter without elements", "nothing to orthogonalize"),
+    (
+        "embedding, and what is tied to it; by its name where the module's type says nothing",
+        f"{JORDAN}; Moonlight, Megatron, DeepSpeed",
+    ),
+    ("gain of a normalization with several dims", "scales elements, maps nothing"),
+    (
+        "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
+        "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
+    ),
+    (
+        "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
+        "`A_log`, `cls_token`, `pos_embed`, attention sinks",
+        "Mamba's code keeps `A_log` and `D` out of weight decay too",
+    ),
+    (
+        "one row or one column (a gate of a shared expert)",
+        "the orthogonalized update of a vector is only its direction",
+    ),
+    (
+        "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
+        f"{JORDAN}: the input layer as the embedding",
+    ),
+    (
+        "router of a mixture of experts",
+        "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
+    ),
+    (
+        "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
+        "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
+        f"{JORDAN}; Moonlight, Megatron, DeepSpeed",
+    ),
+)
+
+
 def rules() -> list[str]:
     lines = ["| what | by | who does so, or why |", "|---|---|---|"]
-    for reason in REASONS:
-        name = {Algorithm.MUON: "Muon", Algorithm.ADAMW: "AdamW"}[reason.algorithm]
-        lines.append(f"| {reason.what} | {name} | {reason.source} |")
+    for (what, source), reason in zip(RULES, REASONS, strict=True):
+        name = "Muon" if reason is _router else "AdamW"
+        lines.append(f"| {what} | {name} | {source} |")
     return lines
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import bound_of, cover, relaxed, simple_bound
+from dmuon.scheduler.bound import Holdings, cover, relaxed, simple_bound
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import CostTable
@@ -186,14 +186,16 @@ def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
     with mock.patch("dmuon.scheduler.bound._WORK", work_units):
         for limit_ms in (best, 2 * best + 1):
             limit = round(limit_ms * problem.ticks_per_ms)
-            exact = bound_of(problem, dual, limit)
+            exact = Holdings(problem, dual, limit).bound()
             assert problem.ms(exact) <= best + TICKS
             merging = partial(frontier, max_points=points)
             with mock.patch("dmuon.scheduler.bound.frontier", merging):
-                assert bound_of(problem, dual, limit) <= exact, "points merged weaken a bound"
+                merged = Holdings(problem, dual, limit).bound()
+            assert merged <= exact, "points merged weaken a bound"
         simpler = relaxed(problem)
         bound, simple = simple_bound(simpler, limit)
-        assert problem.ms(bound) <= best + TICKS and bound <= bound_of(simpler, simple, limit)
+        assert problem.ms(bound) <= best + TICKS
+        assert bound <= Holdings(simpler, simple, limit).bound()
 
 
 @slow
@@ -336,7 +338,7 @@ def test_column_generation_alone_never_proves_too_much(instance):
     assert problem.is_feasible(columns.counts)
     assert bound <= columns.bound
     assert problem.ms(columns.bound) <= best + TICKS
-    assert columns.bound == bound_of(problem, columns.dual, columns.makespan)
+    assert columns.bound == Holdings(problem, columns.dual, columns.makespan).bound()
 
 
 @pytest.mark.parametrize(("owners", "close"), [(24, 1.001), (64, 1.0)])
@@ -347,7 +349,7 @@ def test_bound_and_counts_come_close_where_no_search_settles_them(owners, close)
     assert makespan > 1.04 * bound
     columns = Columns(problem, "HiGHS", unhurried(), counts, bound, dual)
     columns.climb()
-    assert bound_of(problem, columns.dual, columns.bound) == columns.bound
+    assert Holdings(problem, columns.dual, columns.bound).bound() == columns.bound
     assert makespan > 1.01 * columns.bound
     columns.round()
     assert problem.is_feasible(columns.counts)

@@ -1,17 +1,174 @@
-"""One self-contained page of plain values: no script, no font, no network, two pictures.
+"""Plain values as text: numbers and folded names, facts and tables in a terminal or on a page.
 
-Pictures are inline SVG in which horizontal places are percentages and everything else is pixels, so
-that text has one size on a phone and on a wide screen. Nothing here knows of plans; `data` says
-what there is to show.
+A page is self-contained: no script, no font, no network. Its pictures are inline SVG in which
+horizontal places are percentages and everything else is pixels, so that text has one size on a
+phone and on a wide screen. Nothing here knows of plans; `data` says what there is to show.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from dmuon.report.text import Fact, Table
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from dmuon.types import printable
+
+WIDTH = 100  # columns
+_MOST_RUNS = 8  # of numbers inside one pair of braces
+
+Fact = tuple[str, str]  # a label and a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A heading and rows of text; ``left`` are the headings of columns that are no numbers.
+
+    ``reasons``: so many of the last cells are alike in many rows. In a terminal rows are listed
+    below them, each with its first cell, a name, last, so that it stays in one piece."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: tuple[str, ...] = ()
+    reasons: int = 0
+
+
+def ms_text(ms: float, top: float) -> str:
+    """Milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
+
+    >>> ms_text(12.3456, 20.0), ms_text(0.0012345, 0.02)
+    ('12.346', '0.00123')
+    """
+    decimals = 3 if top >= 0.1 or top <= 0 else min(6, 2 - math.floor(math.log10(top)) + 1)
+    return f"{ms:.{decimals}f}"
+
+
+def bytes_text(count: float) -> str:
+    """
+    >>> bytes_text(5), bytes_text(3 << 20)
+    ('5 B', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def count_text(number: int, noun: str, plural: str = "") -> str:
+    """
+    >>> count_text(1, "rank"), count_text(2, "matrix", "matrices")
+    ('1 rank', '2 matrices')
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Names that differ in their numbers alone as one pattern, with how many it stands for.
+
+    >>> fold_names(["a.0.w", "a.1.w", "a.3.w", "b.w"])
+    [('a.{0,1,3}.w', 3), ('b.w', 1)]
+    >>> fold_names(f"h.{i}.e.{j}" for i in range(4) for j in range(8))
+    [('h.{0..3}.e.{0..7}', 32)]
+    """
+    alike: defaultdict[tuple[str, ...], dict[tuple[str, ...], int]] = defaultdict(dict)
+    for name in names:
+        parts = tuple(name.split("."))
+        alike[tuple("#" if part.isdecimal() else part for part in parts)][parts] = 1
+    folded = []
+    for shape, count in alike.items():
+        # From the innermost number outwards: what is equal so far may differ in this number.
+        for at in reversed([i for i, part in enumerate(shape) if part == "#"]):
+            equal: defaultdict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
+            for parts, each in count.items():
+                equal[(*parts[:at], "", *parts[at + 1 :]), each].append(int(parts[at]))
+            count = {
+                (*parts[:at], _braces(numbers), *parts[at + 1 :]): each * len(numbers)
+                for (parts, each), numbers in equal.items()
+            }
+        folded += [(".".join(parts), number) for parts, number in count.items()]
+    return folded
+
+
+def _braces(numbers: Sequence[int]) -> str:
+    """A number alone as it is, several as {0..2,7}."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    by_run = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_run]
+    shown = [f"{r[0]}..{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs[:_MOST_RUNS]]
+    return "{" + ",".join(shown + ["..."] * (len(runs) > _MOST_RUNS)) + "}"
+
+
+def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:
+    """The report for a `rich.console.Console`, which may add colour."""
+    listed = RichTable.grid(padding=(0, 2))
+    listed.add_column(style="bold", no_wrap=True)
+    listed.add_column()
+    for label, sentence in facts:
+        listed.add_row(label, Text(printable(sentence)))  # brackets in names are no markup
+    parts: list[RenderableType] = [title, "", listed]
+    for table in tables:
+        table = replace(table, rows=[[*map(printable, row)] for row in table.rows])
+        parts += ["", (_rich_list if table.reasons else _rich_table)(table)]
+    return Group(*parts)
+
+
+def _rich_list(table: Table) -> Text:
+    """Rows by their last cells."""
+    below: defaultdict[str, list[Sequence[str]]] = defaultdict(list)
+    for row in table.rows:
+        below[": ".join(filter(None, row[-table.reasons :]))].append(row[: -table.reasons])
+    columns = list(zip(*(row[1:] for rows in below.values() for row in rows), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    found = Text(no_wrap=True, overflow="ignore").append(table.title, "bold")
+    for reason, rows in below.items():
+        found.append(f"\n{reason}", "dim")
+        for name, *cells in rows:
+            first, *others = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            found.append("  ".join(["\n ", first.strip().rjust(widths[0]), *others, name]))
+    return found
+
+
+def _rich_table(table: Table) -> RichTable:
+    made = grid(table.headings, table.left, overflow="fold")
+    made.show_edge, made.collapse_padding, made.header_style = False, True, ""
+    made.title, made.title_justify, made.title_style = table.title, "left", "bold"
+    for row in table.rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> str:
+    """Text of so many columns; unless ``plain``, as many as a terminal has, and in its colours."""
+    here = None if not plain and sys.stdout.isatty() else width
+    colours: Any = None if plain else "auto"
+    out = Console(width=here, highlight=False, markup=False, color_system=colours)
+    with out.capture() as capture:
+        out.print(*shown, sep="\n", crop=False)
+    return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))
+
+
+def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> RichTable:
+    """A table without rows; ``left`` are the headings of columns that are no numbers."""
+    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in left else "right", **columns)
+    return made
+
+
+# ---- a page for a browser ---------------------------------------------------------------------
 
 MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
 _LINE = 16  # slots side by side
@@ -20,34 +177,7 @@ _SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
 _NODE = 19.0  # percent of the width that the names of nodes take
 
-_STYLE = """
-:root { color-scheme: light dark; --bg: #fff; --fg: #1c2128; --dim: #59636e; --line: #d5dae0;
-  --panel: #f2f5f8; --good: #1a7f37; --warn: #9a6700; --less: #6ea8d8; --more: #d9722e; }
-@media (prefers-color-scheme: dark) { :root { --bg: #14181d; --fg: #e4e8ed; --dim: #9aa5b1;
-  --line: #363d46; --panel: #1d232a; --good: #56d364; --warn: #e3b341; } }
-body { background: var(--bg); color: var(--fg); max-width: 1060px; margin: 1.2rem auto;
-  padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .5rem; }
-p { margin: .3rem 0; } p.dim, figcaption { color: var(--dim); font-size: .9rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: .6rem;
-  margin: 1rem 0; }
-.tile { background: var(--panel); border-radius: 8px; padding: .5rem .8rem; }
-.tile b { display: block; font-size: 1.25rem; } .tile span { color: var(--dim); font-size: .85rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; margin: 0; }
-dt { color: var(--dim); } dd { margin: 0; }
-@media (max-width: 600px) { dl { display: block; } dd { margin-bottom: .5rem; } }
-.verdict { border-left: 4px solid var(--good); background: var(--panel); padding: .5rem .8rem; }
-.verdict.warn { border-color: var(--warn); }
-figure { margin: 0; } svg { display: block; width: 100%; }
-svg text { fill: var(--fg); font: 12px system-ui, sans-serif; } svg .dim { fill: var(--dim); }
-svg .black { fill: #000; } svg .white { fill: #fff; } svg .line { stroke: var(--dim); }
-svg .less { fill: var(--less); } svg .more { fill: var(--more); } svg .measured { fill: var(--fg); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
-th { text-align: left; color: var(--dim); font-weight: 500; vertical-align: bottom; }
-th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
-td { vertical-align: top; } th.n, td.n { text-align: right; white-space: nowrap; }
-td.name { min-width: 9rem; overflow-wrap: normal; }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def _escape(text: str) -> str:
@@ -174,7 +304,7 @@ def page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{_escape(title)}</title><style>\n{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
