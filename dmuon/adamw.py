@@ -18,21 +18,6 @@ from dmuon.rule import follow_weights
 _CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """AdamW's hyperparameters in a param group, which may have matrices too, as torch's function
-    takes them."""
-    own = "adamw_" if "adamw_betas" in group else ""
-    beta1, beta2 = group[f"{own}betas"]
-    decay = group[f"{own}weight_decay"]
-    return {
-        "lr": float(group["lr"]) * group.get("adamw_lr_ratio", 1.0),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": group[f"{own}eps"],
-        "weight_decay": group["weight_decay"] if decay is None else decay,
-    }
-
-
 @torch.no_grad()
 def adamw_step(
     group: Mapping[str, Any],
@@ -55,7 +40,11 @@ def adamw_step(
         return
     if found_inf is not None:
         found_inf = found_inf.to(pairs[0][0].device)
-    rows, settings = [], _settings(group)
+    own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
+    (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
+    decay = group["weight_decay"] if decay is None else decay
+    lr = float(group["lr"]) * group.get("adamw_lr_ratio", 1.0)
+    rows = []
     for p, grad in pairs:
         entry = state[p]
         weight, target, *kept = (
@@ -70,8 +59,9 @@ def adamw_step(
         # In half precision that form rounds the decay first.
         foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
         adamw(
-            targets, gradients, averages, squares, [], steps, **settings, amsgrad=False,
-            maximize=False, foreach=foreach, fused=fused, found_inf=found_inf,
+            targets, gradients, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=decay, eps=group[f"{own}eps"], amsgrad=False, maximize=False,
+            foreach=foreach, fused=fused, found_inf=found_inf,
         )  # fmt: skip
         rounded = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
         if rounded:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,12 +27,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dmuon import devices, dtensors
+from dmuon import config, devices, dtensors
 from dmuon.comm import process_groups
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
-from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard, uncompiled
+from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
@@ -42,15 +43,6 @@ from dmuon.comm.transport import (
     connect,
     splits_communicators,
     timeout_of,
-)
-from dmuon.config import (
-    BATCH_BUCKETS,
-    BUCKET_BYTES,
-    DedicatedOptions,
-    KernelOptions,
-    PlannerOptions,
-    ReplicatedOptions,
-    ShardedOptions,
 )
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
@@ -75,12 +67,12 @@ from dmuon.types import (
     Splits,
 )
 
-Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
+Options = config.DedicatedOptions | config.ReplicatedOptions | config.ShardedOptions
 
 _OPTIONS: dict[Layout, type[Options]] = {
-    Layout.DEDICATED: DedicatedOptions,
-    Layout.REPLICATED: ReplicatedOptions,
-    Layout.SHARDED: ShardedOptions,
+    Layout.DEDICATED: config.DedicatedOptions,
+    Layout.REPLICATED: config.ReplicatedOptions,
+    Layout.SHARDED: config.ShardedOptions,
 }
 
 
@@ -130,10 +122,10 @@ class Request:
     heads: Heads | None = None
     costs: Any = "measured"
     solver: str = "auto"
-    planner: PlannerOptions = PlannerOptions()  # noqa: RUF009  frozen
+    planner: config.PlannerOptions = config.PlannerOptions()  # noqa: RUF009  frozen
     options: Options | None = None
     plan: OwnershipPlan | None = None
-    kernels: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    kernels: config.KernelOptions = config.KernelOptions()  # noqa: RUF009  frozen
     mesh: DeviceMesh | None = None
     ns_dtype: str | torch.dtype = "auto"
 
@@ -148,10 +140,10 @@ def dedicate_params(
     heads: Heads | None = None,
     costs: Any = "measured",
     solver: str = "auto",
-    planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
+    planner: config.PlannerOptions = config.PlannerOptions(),  # noqa: B008  frozen
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
-    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    kernels: config.KernelOptions = config.KernelOptions(),  # noqa: B008  frozen
 ) -> Ownership:
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
@@ -210,8 +202,11 @@ def plan_given(given: Given, request: Request) -> Ownership:
         parameters = [p for _, p in named]
         return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
 
-    # Never compiled: what is timed is what runs.
-    ownership = uncompiled(assemble)(given, replace(request, mesh=mesh), transport, topology)
+    # Never compiled: what is timed is what runs. Where nobody has loaded the compiler it is not
+    # loaded for this, which takes seconds.
+    is_loaded = "torch._dynamo" in sys.modules
+    plan_on_all = torch.compiler.disable(assemble) if is_loaded else assemble
+    ownership = plan_on_all(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
         ddp = given.ddp and {"DDP": given.ddp.process_group}
         _warn_of_timeouts(ddp or dtensors.groups_of(mesh, named))
@@ -265,9 +260,7 @@ def assemble(
     for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
-    ownership = Ownership(plan, runtime, given.inner, request.kernels)
-    ownership.asked = request
-    return ownership
+    return Ownership(plan, runtime, given.inner, request)
 
 
 def _priced_plan(found: _Found, new_group: process_groups.NewGroup) -> OwnershipPlan:
@@ -355,7 +348,7 @@ class _Found:
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
-    planner: PlannerOptions
+    planner: config.PlannerOptions
     plan: OwnershipPlan | None
     reports: Sequence[RankShards] = ()
     shards: ShardMap | None = None
@@ -371,11 +364,11 @@ class _Found:
     @property
     def batch_bytes(self) -> int:
         """The most bytes of a batch of several matrices, in the Newton-Schulz dtype."""
-        if isinstance(self.options, ReplicatedOptions):
-            return BATCH_BUCKETS * self.options.publish_bucket_bytes
-        if isinstance(self.options, ShardedOptions):
-            return BATCH_BUCKETS * self.options.bucket_bytes
-        return BATCH_BUCKETS * BUCKET_BYTES
+        if isinstance(self.options, config.ReplicatedOptions):
+            return config.BATCH_BUCKETS * self.options.publish_bucket_bytes
+        if isinstance(self.options, config.ShardedOptions):
+            return config.BATCH_BUCKETS * self.options.bucket_bytes
+        return config.BATCH_BYTES
 
     def text(self) -> str:
         """In lines, what must be alike on all ranks."""
@@ -393,7 +386,7 @@ class _Found:
             "kernels": request.kernels,
             "plan": None if request.plan is None else request.plan.fingerprint(),
         }
-        if isinstance(options, DedicatedOptions) and options.groups is not None:
+        if isinstance(options, config.DedicatedOptions) and options.groups is not None:
             assert self.given.inner is not None
             # Of a function what it chooses, because its own text differs between ranks.
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
@@ -422,7 +415,7 @@ def code_hash() -> str:
 
 def _starts_from_first(given: Given, options: object) -> bool:
     """All ranks get the weights of the first."""
-    asked = isinstance(options, ReplicatedOptions) and options.broadcast_parameters
+    asked = isinstance(options, config.ReplicatedOptions) and options.broadcast_parameters
     return given.ddp is None and given.named is None and asked
 
 
@@ -496,7 +489,7 @@ def _layout(request: Request, given: Given) -> Layout:
             f"options for layout {layout.value!r} must be {expected.__name__}, found "
             f"{type(request.options).__name__}"
         )
-    reduces = isinstance(request.options, ReplicatedOptions) and request.options.reduce_to_owner
+    reduces = getattr(request.options, "reduce_to_owner", False)
     return Layout.REDUCED if reduces else layout
 
 
@@ -549,7 +542,7 @@ def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> N
                 "named axes, data-parallel ones included: dmuon.dedicate_params(model, mesh, "
                 f"layout='dedicated'). Found {list(topology.axes)} with {topology.world} ranks"
             )
-        if isinstance(options, DedicatedOptions) and options.param_dtype is not None:
+        if isinstance(options, config.DedicatedOptions) and options.param_dtype is not None:
             raise OwnershipError(
                 f"DedicatedOptions.param_dtype={options.param_dtype} but parameter {name!r} is "
                 "tensor-parallel: leave param_dtype None and use torch.autocast"
@@ -559,9 +552,9 @@ def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> N
 def _check_request(request: Request) -> None:
     """Types, kernels that exist, and a saved plan that keeps to what is asked for beside it."""
     planner, kernels, plan = request.planner, request.kernels, request.plan
-    if not isinstance(planner, PlannerOptions):
+    if not isinstance(planner, config.PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(planner).__name__}")
-    if not isinstance(kernels, KernelOptions):
+    if not isinstance(kernels, config.KernelOptions):
         raise TypeError(f"kernels must be KernelOptions, found {type(kernels).__name__}")
     restarts_of(kernels.method)
     if kernels.backend not in ("auto", *BACKENDS):
@@ -610,7 +603,7 @@ def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
                 )
 
 
-def _planner(found: _Found) -> PlannerOptions:
+def _planner(found: _Found) -> config.PlannerOptions:
     """Without co-owners if they cannot run these kernels, or would change their bits."""
     planner, kernels = found.planner, found.request.kernels
     if not kernels.is_fixed and kernels.method != "standard":
@@ -639,14 +632,14 @@ def _runtime(
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     made: Callable[[], LayoutRuntime]
-    if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):
+    if isinstance(options, config.ReplicatedOptions) and _starts_from_first(found.given, options):
         process_groups.start_from_first(zip(tensors, repeat(transport)))
-    if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
+    if isinstance(options, config.ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
         made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
-    elif not isinstance(options, DedicatedOptions):
-        if isinstance(options, ReplicatedOptions):
-            options = ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
+    elif not isinstance(options, config.DedicatedOptions):
+        if isinstance(options, config.ReplicatedOptions):
+            options = config.ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
         assert found.shards is not None
         device = dtensors.compute_device(named)
         connect(transport, device)
@@ -726,7 +719,7 @@ def mesh_topology(
     world: int,
     parameters: Sequence[nn.Parameter],
     ddp: DDP | None,
-    planner: PlannerOptions,
+    planner: config.PlannerOptions,
 ) -> Topology:
     device = dtensors.compute_device(parameters)
     if device.type == "meta":

@@ -169,8 +169,7 @@ def _complaint(name: str, rule: Allowed, value: Any, place: str) -> str:
 
 def _default(value: T, rule: Allowed) -> T:
     """A dataclass field with its default and what else it may be."""
-    made: T = field(default=value, metadata={"rule": rule})
-    return made
+    return field(default=value, metadata={"rule": rule})
 
 
 def _rules(options: type) -> dict[str, Allowed]:

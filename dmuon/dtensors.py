@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,14 @@ from dmuon import devices
 from dmuon.scheduler.specs import Box, LocalShard, dtype_name
 from dmuon.types import INTERLEAVED, OwnershipError
 
+if TYPE_CHECKING:  # at run time only where there may be one: it takes long to load
+    from torch.distributed.tensor import DTensor
+
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names."""
 
 
-def is_distributed(tensor: Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
@@ -31,16 +34,14 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def placed(tensor: Tensor) -> Hashable:
     """Alike for tensors whose shards have the same replicas."""
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return (tensor.device_mesh, tensor.placements) if is_distributed(tensor) else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that is stored here, detached; a plain tensor's whole."""
     if is_distributed(tensor):
         with torch.no_grad():  # with gradients it would make an autograd node
-            tensor = tensor.to_local()  # type: ignore[attr-defined]
+            tensor = tensor.to_local()
     return tensor.detach()
 
 
@@ -50,25 +51,22 @@ def stored_tensor(tensor: Tensor) -> Tensor:
     No public name: `DTensor.to_local` gives a new tensor, so that what is assigned to its data does
     not reach the parameter, at twenty times the cost.
     """
-    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return inner
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The full tensor on every rank, detached; a collective call for a `DTensor`."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
     """The `DTensor` that lies as ``parameter`` does, ``local`` here; ``local`` for a plain one."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
+    if not is_distributed(parameter):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     size, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
@@ -92,12 +90,11 @@ def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
 def copy_state(target: Tensor, source: Tensor) -> None:
     """Copy a saved tensor, however it lies; a collective call where it is distributed otherwise
     than ``target``."""
-    mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
-    if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
+    if placed(target) == placed(source):
         source = local_tensor(source)
     else:
         source = whole_tensor(source)
-        if mine.placements is not None and target.ndim:
+        if is_distributed(target) and target.ndim:
             source = source[local_shard("state", target, dist.get_rank()).box.slices()]
     local_tensor(target).copy_(source)
 
@@ -109,7 +106,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
-    return axis_names(tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
+    return axis_names(tensor.device_mesh) if is_distributed(tensor) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +202,7 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
     """The box of ``parameter`` that this process, global rank ``rank``, holds. OwnershipError if it
     is `Partial`, on a mesh without this rank, or stored otherwise than its placements say."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
+    if not is_distributed(parameter):
         return LocalShard((rank,), (), Box.at_origin(tuple(parameter.shape)))
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
@@ -293,8 +288,7 @@ def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return ranks
+    return mesh.mesh.flatten().tolist()
 
 
 def compute_device(parameters: Sequence[Tensor]) -> torch.device:
@@ -328,7 +322,7 @@ def flaw_of_device(named: Named) -> str | None:
 def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGroup]:
     """The process groups of the axes of a mesh, and of those that parameters lie on, by axis."""
     meshes = [] if mesh is None else [mesh]
-    meshes += [p.device_mesh for _, p in named if is_distributed(p)]  # type: ignore[attr-defined]
+    meshes += [p.device_mesh for _, p in named if is_distributed(p)]
     found: dict[str, dist.ProcessGroup] = {}
     for one in dict.fromkeys(meshes):
         with suppress(RuntimeError):  # a mesh without process groups
@@ -340,7 +334,7 @@ def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGr
 def covering_mesh(named: Named) -> DeviceMesh | None:
     """The mesh of a parameter that contains every other parameter's (of equal ones that with the
     most axes); None without a `DTensor`, OwnershipError if no mesh contains all."""
-    meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]  # type: ignore[attr-defined]
+    meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]
     if not meshes:
         return None
     largest: DeviceMesh = max((mesh for _, mesh in meshes), key=lambda m: (m.size(), m.ndim))

@@ -185,10 +185,7 @@ class NamedGroups:
         return made
 
     def _identified(
-        self,
-        given: Sequence[Group],
-        found: Sequence[Sequence[Pair]],
-        planned: Mapping[Tensor, Route],
+        self, given: Sequence[Group], found: list[list[Pair]], planned: Mapping[Tensor, Route]
     ) -> tuple[list[list[str]], list[Member]]:
         """The names of all parameters by group, and each with the live module that holds it."""
         unknown = [pair for pairs in found for pair in pairs if pair[1] not in planned]

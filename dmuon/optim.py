@@ -374,7 +374,13 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        ns_dtype, speeds = _agreed(ownerships, run.switches["ns_dtype"])
+        # Of all ranks; the speeds decide where no plan names a kernel. They are fixed ones, so that
+        # a run that is resumed has the bits of one that went on.
+        device = ownerships[0].runtime.device
+        mine = resolve_ns_dtype(run.switches["ns_dtype"], device)
+        asked = mine, choice.fixed_speeds(device, mine)
+        found = {c for transport in transports for c in transport.gather_objects(asked)}
+        ns_dtype, speeds = choice.common_choice(found, device)
         agreed = run.switches | {"ns_dtype": ns_dtype, "speeds": speeds}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(run.schedule, accepted.digest, **agreed)
@@ -387,7 +393,7 @@ class Muon(Optimizer):
             for o in ownerships:
                 on_params = isinstance(o.runtime, ParamsRuntime)
                 kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
-                run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
+                run.engines.append(kind(o.runtime, o.telemetry, o.asked.kernels, self, settings))
             run.ownerships, run.accepted = ownerships, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
@@ -414,7 +420,11 @@ class Muon(Optimizer):
         settings fit these ownerships. Not a collective call."""
         run, groups = self._run, self._run.groups
         for ownership in ownerships:
-            ownership.runtime.check_unbound()
+            if ownership.runtime.units:
+                raise OwnershipError(
+                    "these parameters already have a dmuon.Muon; to make another one, call "
+                    "own.close() and dmuon.dedicate_params(model) again"
+                )
         _check_members(self.param_groups, ownerships)
         _check_switches(run, ownerships)
         planned, made = _planned(ownerships), []
@@ -520,7 +530,8 @@ class Muon(Optimizer):
             engine.check_sample()
         run.bytes = Counter()
         for ownership in run.ownerships:
-            run.bytes.update(ownership.runtime.meter.reset())
+            run.bytes.update(ownership.runtime.meter)
+            ownership.runtime.meter.clear()
         return loss
 
     def _launch(self, refusal: Exception | None, verifies: bool) -> None:
@@ -826,8 +837,7 @@ def _request(dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]
             "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
         )
     if ownerships:
-        found: Request = ownerships[0].asked
-        return found
+        return ownerships[0].asked
     request = Request(**asked)
     if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):
         raise OwnershipError(
@@ -893,7 +903,7 @@ def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
 
 def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
     """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
-    options, device, plan = ownership.kernels, ownership.runtime.device, ownership.plan
+    options, device, plan = ownership.asked.kernels, ownership.runtime.device, ownership.plan
     if options.cuda_graphs and devices.of(device).graphs() is None:
         raise ValueError(
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
@@ -914,18 +924,6 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
                 "on this hardware (without plan=)"
             )
-
-
-def _agreed(
-    ownerships: list[Ownership], ns_dtype: str | torch.dtype
-) -> tuple[torch.dtype, choice.Speeds]:
-    """The Newton-Schulz dtype of all ranks, and the speeds that decide where no plan names a
-    kernel: fixed ones, so that a run that is resumed has the bits of one that went on."""
-    device = ownerships[0].runtime.device
-    mine = resolve_ns_dtype(ns_dtype, device)
-    asked = mine, choice.fixed_speeds(device, mine)
-    found = {c for o in ownerships for c in o.runtime.transport.gather_objects(asked)}
-    return choice.common_choice(found, device)
 
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.hooks import fsdp_roots, hidden_parameters
 from dmuon.comm.layout import Gradients, LayoutRuntime
-from dmuon.config import KernelOptions
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import StateSizes, canonical_name
@@ -38,29 +37,23 @@ _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakK
 class Ownership:
     """Who owns which matrix of a model, and the machinery that moves gradients and updates.
 
-    Made by `dmuon.dedicate_params`. Keep it for `report`, or drop it: the model keeps it alive.
+    Made by `dmuon.dedicate_params`, of which ``asked`` has the arguments. Keep it for `report`, or
+    drop it: the model keeps it alive.
     """
 
     def __init__(
-        self,
-        plan: OwnershipPlan,
-        runtime: LayoutRuntime,
-        model: nn.Module | None,
-        kernels: KernelOptions,
+        self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module | None, asked: Any
     ) -> None:
         self.plan = plan
-        self.kernels = kernels
         self.runtime = runtime
+        self.asked = asked
         planned_ms = None  # comparable only where prices were measured
         if not plan.cost_source.startswith("analytic"):
             planned_ms = sum(batch.ms for batch in plan.batches if self.rank in batch.ranks)
         self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
-        self.asked: Any = None  # the `Request` that it was planned by
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        if model is not None:
-            _owner_by_model[model] = self
         self._ids: list[int] = []
         self._register()
 
@@ -68,11 +61,15 @@ class Ownership:
         self._forget()
         self._ids = [id(p) for p in self.runtime.parameters]
         _owner_by_parameter.update(dict.fromkeys(self._ids, self))
+        if (model := self._model()) is not None:
+            _owner_by_model[model] = self
 
     def _forget(self) -> None:
         for i in self._ids:
             if _owner_by_parameter.get(i) is self:
                 del _owner_by_parameter[i]
+        if (model := self._model()) is not None:
+            _owner_by_model.pop(model, None)
 
     def find_parameters(self) -> None:
         """Take over the parameters that a framework has made since planning (`dedicated` layout);
@@ -195,9 +192,6 @@ class Ownership:
         self.telemetry.wait()
         self.runtime.close()
         self.plan, self.runtime, self.telemetry = other.plan, other.runtime, other.telemetry
-        model = self._model()
-        if model is not None:
-            _owner_by_model[model] = self
         self._register()
 
     def close(self) -> None:
@@ -210,9 +204,6 @@ class Ownership:
         self.closed = True
         self.telemetry.wait()
         self.runtime.close()
-        model = self._model()
-        if model is not None:
-            _owner_by_model.pop(model, None)
         self._forget()
 
 
@@ -242,18 +233,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         OwnershipError: the model is dedicated and has no `dmuon.Muon` yet.
     """
     runtimes = [o.runtime for o in ownerships_of(model)]
-    roots = [] if runtimes else fsdp_roots(model)
-    previous = [runtime.set_sync(False) for runtime in runtimes]
-    for root in roots:
-        root.set_requires_gradient_sync(False)
-    try:
-        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
-            yield
-    finally:
-        for runtime, sync in zip(runtimes, previous, strict=True):
-            runtime.set_sync(sync)
-        for root in roots:
-            root.set_requires_gradient_sync(True)
+    with ExitStack() as undo:
+        for runtime in runtimes:
+            undo.callback(runtime.set_sync, runtime.set_sync(False))
+        for root in () if runtimes else fsdp_roots(model):
+            root.set_requires_gradient_sync(False)
+            undo.callback(root.set_requires_gradient_sync, True)
+        if isinstance(model, DistributedDataParallel):
+            undo.enter_context(model.no_sync())
+        yield
 
 
 @torch.no_grad()

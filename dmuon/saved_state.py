@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -185,8 +185,7 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
     (['a.weight', 'b.weight'], ['a.weight', 'b.weight'])
     """
     parts = [canonical_name(name).split(".") for name in names]
-    levels = zip(*(path[:-1] for path in parts))
-    common = len([*takewhile(lambda level: len({*level}) == 1, levels)])
+    common = len(os.path.commonprefix([path[:-1] for path in parts]))  # noqa: RUF071
     return [".".join(path[common:]) for path in parts]
 
 

@@ -104,7 +104,7 @@ def _wait(tag: str) -> Callable[..., None]:
     """Where the others wait for one that this rank has issued."""
 
     def plant(kill: Callable[[], None], training: Training) -> None:
-        _before(IssuedWork, "wait", lambda w: kill() if w._tag.startswith(tag) else None)
+        _before(IssuedWork, "wait", lambda w: kill() if w.tag.startswith(tag) else None)
 
     return plant
 

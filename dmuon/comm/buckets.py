@@ -75,7 +75,6 @@ class Slices:
                 )
             self.matrices_of[matrix.parameter].append(i)
         # A parameter that is whole everywhere is one that each of these ranks replicates.
-        pairs = [*zip(specs.parameters, boxes, strict=True)]
         reports = tuple(
             RankShards.of(
                 t,
@@ -83,7 +82,7 @@ class Slices:
                     LocalShard(together, (t,), Box.at_origin(spec.shape))
                     if cut is None
                     else LocalShard(together, (), cut[t])
-                    for spec, cut in pairs
+                    for spec, cut in zip(specs.parameters, boxes, strict=True)
                 ],
             )
             for t in together
@@ -107,7 +106,7 @@ class Slices:
         return self.shards.shard(tensor, parameter).box.shape
 
     def keepers(
-        self, parameter: int, *, in_slices: bool, replicas: bool
+        self, parameter: int, *, in_slices: bool = False, replicas: bool = False
     ) -> list[tuple[int, int, Box]]:
         """Who keeps a parameter: (matrix, mesh rank, box in the parameter).
 

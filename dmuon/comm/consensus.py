@@ -15,25 +15,8 @@ T = TypeVar("T")
 def attempt(
     transport: Transport, work: Callable[[], T], *, what: str, digest: Callable[[T], str]
 ) -> T:
-    """Run ``work`` on every rank, exchange the outcome once, and succeed or fail together.
-
-    A rank whose ``work`` raised raises that error again. ``digest`` describes the result in lines,
-    which must be equal on all ranks.
-
-    Raises:
-        ConsensusError: another rank failed, whose error it quotes, or the results differ.
-    """
-    value, error = _outcome(work)
-    text = "" if error is not None else digest(value)  # type: ignore[arg-type]
-    reports = transport.gather_objects((_told(error), hashlib.sha256(text.encode()).hexdigest()))
-    if error is not None:
-        raise error
-    for rank, (failure, _) in enumerate(reports):
-        if failure is not None:
-            raise ConsensusError(f"{what} failed on rank {rank}: {failure}")
-    if len(set(reports)) > 1:
-        _raise_difference(transport, what, text)
-    return value  # type: ignore[return-value]
+    """`attempt_in_all` over one mesh."""
+    return attempt_in_all([transport], work, what=what, digest=digest)
 
 
 def attempt_in_all(
@@ -43,34 +26,34 @@ def attempt_in_all(
     what: str = "dmuon.Muon",
     digest: Callable[[T], str] = lambda _: "",
 ) -> T:
-    """`attempt` over several meshes: ``work`` runs once, and what fails on any rank of any mesh is
-    an error on all ranks of all of them."""
+    """Run ``work`` on every rank of these meshes, exchange the outcome once in each, and succeed or
+    fail together.
+
+    A rank whose ``work`` raised raises that error again. ``digest`` describes the result in lines,
+    which must be equal on all ranks of a mesh.
+
+    Raises:
+        ConsensusError: another rank failed, whose error it quotes, or the results differ.
+    """
     value, error = _outcome(work)
-
-    def outcome() -> T:
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-
+    text = digest(value) if transports and error is None else ""  # type: ignore[arg-type]
     for transport in transports:
-        _, failure = _outcome(lambda: attempt(transport, outcome, what=what, digest=digest))  # noqa: B023
+        _, failure = _outcome(lambda: _compare(transport, what, text, error))  # noqa: B023
         error = error or failure
-    return outcome()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:  # whatever it is, a rank that dies alone would hang the others
-        return None, error
-
-
-def _told(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _raise_difference(transport: Transport, what: str, text: str) -> None:
-    """Raise ConsensusError, on every rank, with the first lines that differ from rank 0's."""
+def _compare(transport: Transport, what: str, text: str, error: Exception | None) -> None:
+    """Raise ConsensusError, on every rank, if one has an error, or with the first lines of its text
+    that differ from rank 0's."""
+    reports = transport.gather_objects((_told(error), hashlib.sha256(text.encode()).hexdigest()))
+    for rank, (failure, _) in enumerate(reports):
+        if failure is not None:
+            raise ConsensusError(f"{what} failed on rank {rank}: {failure}")
+    if len(set(reports)) == 1:
+        return
     ours, theirs = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
     even = len(ours) == len(theirs)
     both = zip([*ours, "(nothing)"], [*theirs, "(nothing)"])
@@ -83,6 +66,17 @@ def _raise_difference(transport: Transport, what: str, text: str) -> None:
         f"{what}: ranks disagree: {_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {mine} "
         f"where rank 0 has {firsts}. Build the same model with the same arguments on every rank"
     )
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is, a rank that dies alone would hang the others
+        return None, error
+
+
+def _told(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -15,7 +15,6 @@ read here alone.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -24,16 +23,16 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from operator import is_
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
 Remove = Callable[[], None]
-Action = TypeVar("Action", bound=Callable[..., Any])
+Wait = Callable[[Sequence[int], bool], None]  # for these buckets; whether it is the root that waits
 
 # These are never called themselves; a Sequential is, and calls its members.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -100,8 +99,8 @@ def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) ->
 
 
 class Coverage:
-    """Calls ``wait(buckets that it needs, whether it is the root)`` at each wait point of a forward
-    pass, and knows which buckets of updates the pass has missed.
+    """Calls ``wait`` at each wait point of a forward pass, for the buckets that it needs, and knows
+    which buckets of updates the pass has missed.
 
     ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id. For
     ``drain`` see `attach`.
@@ -111,7 +110,7 @@ class Coverage:
         self,
         points: Sequence[WaitPoint],
         buckets_of: Mapping[int, Collection[int]],
-        wait: Callable[[Sequence[int], bool], None],
+        wait: Wait,
         drain: Callable[[], None],
     ) -> None:
         self._waited = [point.parameters for point in points]
@@ -149,21 +148,19 @@ class Coverage:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
+@dataclass(eq=False)
 class Hook:
     """Calls ``action`` with the arguments of a module's hook. ``before_copy`` is called when a
     model with it is copied or pickled; a copy does nothing, because no runtime is behind it."""
 
-    def __init__(
-        self, action: Callable[..., None], before_copy: Callable[[], None] = _nothing
-    ) -> None:
-        self._action = action
-        self._before_copy = before_copy
+    action: Callable[..., None]
+    before_copy: Callable[[], None] = _nothing
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._action(*args)
+        self.action(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._before_copy()
+        self.before_copy()
         return Hook, (_nothing,)
 
 
@@ -192,34 +189,20 @@ def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]
     return [handle.remove for handle in handles]
 
 
-def uncompiled(function: Action) -> Action:
-    """A function that the compiler leaves alone, with all that it calls. Where nobody has loaded
-    the compiler it is not loaded for this, which takes seconds."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-
-
 @contextmanager
 def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Inside, no module of ``model`` has any of ``parameters``. Afterwards each is where it was, in
     its order, and what others have put in the place of the remaining ones stays."""
     hidden = {id(p) for p in parameters}
-    orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-    for module in model.modules():
-        names = dict(module._parameters)
-        taken = [name for name, p in names.items() if id(p) in hidden]
-        if taken:
-            orders.append((module, names))
-        for name in taken:
-            delattr(module, name)
+    every = ((module, module._parameters) for module in model.modules())
+    before = [(m, known) for m, known in every if not hidden.isdisjoint(map(id, known.values()))]
+    for module, known in before:
+        module._parameters = {n: p for n, p in known.items() if id(p) not in hidden}
     try:
         yield
     finally:
-        for module, names in orders:
-            now = dict(module._parameters)
-            for name in now:
-                delattr(module, name)
-            for name, p in (names | now).items():
-                module.register_parameter(name, p)
+        for module, known in before:
+            module._parameters = known | module._parameters
 
 
 # ---- parameters that a model trains -----------------------------------------------------------
@@ -241,14 +224,11 @@ class ParameterWatch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        exempt: Collection[nn.Parameter] = (),
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], exempt: Collection[Tensor] = ()
     ) -> None:
         self._model = weakref.ref(model)
         # Held, so that no new parameter can take over the id of one that went.
-        self._planned = list(parameters)
+        self._planned = {id(p): p for p in parameters}
         others = {id(p) for p in exempt}
         self._exempts = bool(others)
         named = model.named_parameters(remove_duplicate=False)
@@ -264,11 +244,10 @@ class ParameterWatch:
         now = _parameters_of(model)
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
             return
-        planned = {id(p) for p in self._planned}
         for name, p in model.named_parameters(remove_duplicate=False):
             is_place = canonical_name(name) in self._names
             # Where a framework replaces parameters, only places that it leaves alone tell anything.
-            if id(p) not in planned and p.requires_grad and (is_place or not self._exempts):
+            if id(p) not in self._planned and p.requires_grad and (is_place or not self._exempts):
                 raise replaced(canonical_name(name), new=not is_place)
         self._seen = now
 

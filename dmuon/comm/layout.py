@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, fsdp_roots
+from dmuon.comm.hooks import Coverage, ParameterWatch, Wait, WaitPoint, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -96,10 +96,7 @@ class LayoutRuntime(ABC):
         return previous
 
     def _wait_at(
-        self,
-        points: Sequence[WaitPoint],
-        buckets: Iterable[Iterable[int]],
-        wait: Callable[[Sequence[int], bool], None],
+        self, points: Sequence[WaitPoint], buckets: Iterable[Iterable[int]], wait: Wait
     ) -> None:
         """Wait at these points, as `Coverage` does; ``buckets`` gives the parameters whose updates
         are in each."""
@@ -123,14 +120,6 @@ class LayoutRuntime(ABC):
     def rows(self) -> RowShards:
         """The form in which what lies with owners is saved."""
         return RowShards(self.transport, self.device)
-
-    def check_unbound(self) -> None:
-        """Raise OwnershipError if an optimizer has bound itself."""
-        if self.units:
-            raise OwnershipError(
-                "these parameters already have a dmuon.Muon; to make another one, call "
-                "own.close() and dmuon.dedicate_params(model) again"
-            )
 
     def _not_bound(self) -> OwnershipError:
         return OwnershipError(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon.comm import reducer as reduction
 from dmuon.comm.buckets import (
     Buffer,
     Slices,
@@ -37,18 +38,6 @@ from dmuon.comm.buckets import (
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.reducer import (
-    GradientReducer,
-    OwnedGradients,
-    at_end_of_backward,
-    hook_ddp,
-    hook_gradients,
-    oriented,
-    rows_of,
-    set_rows,
-    unstacker,
-)
-from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
@@ -85,8 +74,8 @@ class OwnersRuntime(LayoutRuntime):
         self.process_groups = process_groups
         self.meter = process_groups.meter
         self.parameters: list[nn.Parameter] = list(parameters)
-        self.reducer: GradientReducer | None = None
-        self._slices = slices
+        self.reducer: reduction.GradientReducer | None = None
+        self.slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
@@ -95,29 +84,13 @@ class OwnersRuntime(LayoutRuntime):
         """Prepare for an optimizer: the param group of each matrix, and the dtype of what is
         published of a parameter by its dtype. OwnershipError if there is one already."""
 
-    def _collect_at(
-        self, groups: Sequence[int], reduce_dtype: torch.dtype | None
-    ) -> OwnedGradients:
-        """The first part of `bind`: units, and where their gradients are collected."""
-        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
-        return OwnedGradients(
-            self._slices, self.units, self.transport.rank, reduce_dtype, self.device
-        )
-
-    def matrices_of(self, parameter: int) -> list[int]:
-        return self._slices.matrices_of[parameter]
-
-    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Keepers:
-        """The owners of a parameter's matrices, each with its box (see `Slices.keepers`)."""
-        return self._slices.keepers(parameter, in_slices=in_slices, replicas=False)
-
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         """The weights that this rank stores of the matrix that is this box of a parameter: (matrix,
         box in the parameter, a view)."""
 
     @property
-    def _bound(self) -> GradientReducer:
+    def _bound(self) -> reduction.GradientReducer:
         if self.reducer is None:
             raise self._not_bound()
         return self.reducer
@@ -130,10 +103,10 @@ class OwnersRuntime(LayoutRuntime):
     def gradients(self) -> Gradients:
         """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
         reducer, common = self._bound, []
-        counted = reducer.owned.collected(reducer.present)
+        counted = [*reducer.owned.collected(reducer.present).values()]
         stored = list(counted)
         for i, p in enumerate(self.parameters):
-            grad = None if self._slices.matrices_of.get(i) else reducer.gradient_of(i)
+            grad = None if self.slices.matrices_of.get(i) else reducer.gradient_of(i)
             if grad is None:
                 continue
             stored.append(grad)
@@ -144,9 +117,8 @@ class OwnersRuntime(LayoutRuntime):
         return Gradients(counted, common, stored)
 
     def set_sync(self, sync: bool) -> bool:
-        previous = self._bound.set_sync(sync)
-        super().set_sync(sync)
-        return previous
+        self._bound.set_sync(sync)
+        return super().set_sync(sync)
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
@@ -154,11 +126,6 @@ class OwnersRuntime(LayoutRuntime):
 
     def gradients_changed(self) -> None:
         self._bound.note_averaged()
-
-    def skip(self) -> None:
-        """Make `step` change nothing, on all ranks alike."""
-        present = self._bound.present
-        present[:] = [False] * len(present)
 
     def _with_gradients(self, unit: Unit) -> list[int]:
         """Positions of the matrices of a unit that have a gradient on any rank: the same on all."""
@@ -180,12 +147,12 @@ class OwnersRuntime(LayoutRuntime):
             rms.zero_()
         if not where:
             return None
-        payload, found = compute(unit, rows_of(gradients, where), where)
-        set_rows(rms, where, found)
+        payload, found = compute(unit, reduction.rows_of(gradients, where), where)
+        reduction.set_rows(rms, where, found)
         if out is None and len(where) == len(unit.matrices):
             return payload
         out = payload.new_empty(unit.shape) if out is None else out
-        set_rows(out, where, payload)
+        reduction.set_rows(out, where, payload)
         return out
 
     @abstractmethod
@@ -255,17 +222,19 @@ class ReducedRuntime(OwnersRuntime):
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
-        owned = self._collect_at(groups, options.reduce_dtype)
+        rank, reduced = self.transport.rank, options.reduce_dtype
+        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
+        owned = reduction.OwnedGradients(self.slices, self.units, rank, reduced, self.device)
         adamw = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
 
         def nbytes(p: int) -> int:
-            spec, dtype = specs.parameters[p], options.reduce_dtype
-            return spec.numel * (dtype.itemsize if dtype else ITEM_SIZE[spec.dtype])
+            spec = specs.parameters[p]
+            return spec.numel * (reduced.itemsize if reduced else ITEM_SIZE[spec.dtype])
 
         # Backward reaches parameters roughly in reverse order.
         order = reversed(range(len(specs.parameters)))
         buckets = [
-            gradient_bucket(self._slices, members, adamw, 0, options.reduce_dtype)
+            gradient_bucket(self.slices, members, adamw, 0, reduced)
             for members in cut_by_bytes(order, nbytes, options.bucket_bytes)
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
@@ -279,22 +248,25 @@ class ReducedRuntime(OwnersRuntime):
             for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
                 stack = payload.view(unit.shape)
                 parameters = [specs.matrices[i].parameter for i in unit.matrices]
-                views = unstacker(specs, unit)(stack)
+                views = reduction.unstacker(specs, unit)(stack)
                 published.append(_Published(unit, stack, views, its_rms, parameters))
             seen = torch.zeros_like(rms)
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
-        self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
+        self.reducer = reduction.GradientReducer(
+            self.parameters, self.process_groups, buckets, owned
+        )
         self._install_hooks(self.reducer)
 
-    def _install_hooks(self, reducer: GradientReducer) -> None:
+    def _install_hooks(self, reducer: reduction.GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
         assert model is not None
         if ddp is None:
-            self._removers += hook_gradients(enumerate(self.parameters), self._accumulated)
+            numbered = enumerate(self.parameters)
+            self._removers += reduction.hook_gradients(numbered, self._accumulated)
         else:
-            self._removers += hook_ddp(ddp, self._handed_over)
+            self._removers += reduction.hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
 
         def wait(needed: Sequence[int], at_root: bool) -> None:
@@ -306,7 +278,7 @@ class ReducedRuntime(OwnersRuntime):
         buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._broadcasts]
         self._wait_at(wait_points(model), buckets, wait)
 
-    def _begin_round(self, reducer: GradientReducer) -> None:
+    def _begin_round(self, reducer: reduction.GradientReducer) -> None:
         """Apply the updates first, because gradients take their memory."""
         self.synchronize()
         for bucket in self._broadcasts:
@@ -322,7 +294,7 @@ class ReducedRuntime(OwnersRuntime):
             return
         if not reducer.open:
             self._begin_round(reducer)
-            at_end_of_backward(reducer.finish)
+            reduction.at_end_of_backward(reducer.finish)
         reducer.accumulated(parameter)
 
     def _handed_over(self, bucket: Any) -> None:
@@ -336,7 +308,7 @@ class ReducedRuntime(OwnersRuntime):
         if bucket.is_last():
             # DDP queues its own end (it writes p.grad) right after this hook returns; ours must
             # come after that one, hence the second turn in the queue.
-            at_end_of_backward(lambda: at_end_of_backward(reducer.finish))
+            reduction.at_end_of_backward(lambda: reduction.at_end_of_backward(reducer.finish))
 
     def close(self) -> None:
         self.synchronize()
@@ -411,7 +383,7 @@ class ReducedRuntime(OwnersRuntime):
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         whole, specs = self.parameters[parameter].detach(), self.plan.specs.matrices
-        mine = self.matrices_of(parameter)
+        mine = self.slices.matrices_of[parameter]
         i = next(i for i in mine if specs[i].box(tuple(whole.shape)) == box)
         return [(i, box, whole[box.slices()])]
 
@@ -422,6 +394,6 @@ class ReducedRuntime(OwnersRuntime):
         specs, found = self.plan.specs.matrices, dict[str, Tensor]()
         for live in chain.from_iterable(bucket.units for bucket in self._broadcasts):
             if live.where:  # else its buffer may have no memory
-                matrices = oriented(live.unit, live.payload)
+                matrices = reduction.oriented(live.unit, live.payload)
                 found |= {specs[live.unit.matrices[k]].name: matrices[k] for k in live.where}
         return found

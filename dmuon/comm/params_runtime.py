@@ -17,14 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.hooks import (
-    Gathers,
-    ParameterWatch,
-    check_replaced,
-    drain_before_unshard,
-    fsdp_wait_points,
-    wait_points,
-)
+from dmuon.comm import hooks
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
@@ -60,9 +53,9 @@ class ParamsRuntime(LayoutRuntime):
         self.batch_numel = 0  # of a batch of several blocks, once bound
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
-        self._gathers: Gathers | None = None
+        self._gathers: hooks.Gathers | None = None
         if model is not None and plan.layout is Layout.REPLICATED:
-            self._watch = ParameterWatch(model, parameters)
+            self._watch = hooks.ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
 
     def limits(self, sizes: StateSizes) -> OwnerLimits:
@@ -72,7 +65,7 @@ class ParamsRuntime(LayoutRuntime):
         self,
         groups: Sequence[int],
         ns_dtype: torch.dtype,
-        hooks: bool,
+        has_hooks: bool,
         memory: Callable[[int], Tensor] | None,
     ) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, whether
@@ -88,9 +81,9 @@ class ParamsRuntime(LayoutRuntime):
             self.shards, self.units, travelling, *how, memory=memory, replicas=self._peers
         )
         model = self._model()
-        if not hooks or model is None:
+        if not has_hooks or model is None:
             return
-        self._gathers = gathers = Gathers(model, self.device)
+        self._gathers = gathers = hooks.Gathers(model, self.device)
         matrices, pipeline = self.plan.specs.matrices, self.pipeline
 
         def wait(needed: Sequence[int], at_root: bool) -> None:
@@ -105,8 +98,8 @@ class ParamsRuntime(LayoutRuntime):
             {matrices[i].parameter for _, message in b.updates for i in message.matrices}
             for b in pipeline.buckets
         ]
-        self._wait_at([*wait_points(model), *fsdp_wait_points(model)], buckets, wait)
-        self._removers += drain_before_unshard(model, self.synchronize)
+        self._wait_at([*hooks.wait_points(model), *hooks.fsdp_wait_points(model)], buckets, wait)
+        self._removers += hooks.drain_before_unshard(model, self.synchronize)
 
     def index_among(self, ranks: tuple[int, ...]) -> int:
         return self._peers[ranks].rank
@@ -153,7 +146,7 @@ class ParamsRuntime(LayoutRuntime):
         if any(missing) and missing != self._missing:
             model = self._model()
             if model is not None:
-                check_replaced(model, self.parameters)
+                hooks.check_replaced(model, self.parameters)
         self._missing = missing  # the same modules are unused, step after step
         return found
 

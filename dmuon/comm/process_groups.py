@@ -65,11 +65,6 @@ class Grid:
         _, shards, tensors = self.shape
         return self.ranks[(replica * shards + shard) * tensors + tensor]
 
-    @property
-    def data_ranks(self) -> int:
-        """How many different batches there are."""
-        return self.shape[0] * self.shape[1]
-
     def along(self, dims: Collection[int], rank: int) -> tuple[int, ...]:
         """The mesh ranks whose places differ from that of ``rank`` in ``dims`` of (replica, shard,
         tensor) only, row-major.

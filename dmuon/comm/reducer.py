@@ -20,6 +20,7 @@ missing, the flags travel to the host meanwhile, and every rank raises at the ne
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -107,8 +108,7 @@ class OwnedGradients:
             if unit.owner == rank and len(cut) < len(unit.matrices):
                 stack = torch.zeros(unit.shape, dtype=dtype, device=device)
                 self._stacks[unit.matrices[0]] = stack
-                views = unstacker(specs, unit)(stack)
-                self.here.update(zip(unit.matrices, views, strict=True))
+                self.here |= zip(unit.matrices, unstacker(specs, unit)(stack), strict=True)
             for i in cut:
                 _, box = slices.held(i, self.place[2])
                 self.here[i] = torch.zeros(box.shape, dtype=dtype, device=device)
@@ -117,10 +117,10 @@ class OwnedGradients:
         """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
         return self._stacks[unit.matrices[0]]
 
-    def collected(self, present: Sequence[bool]) -> list[Tensor]:
-        """Every gradient kept here of the parameters that have one, each element once."""
+    def collected(self, present: Sequence[bool]) -> dict[int, Tensor]:
+        """Every gradient kept here of the parameters that have one, by matrix."""
         matrices = self.slices.plan.specs.matrices
-        return [g for i, g in self.here.items() if present[matrices[i].parameter]]
+        return {i: g for i, g in self.here.items() if present[matrices[i].parameter]}
 
 
 # ---- rounds ----------------------------------------------------------------------------------
@@ -265,19 +265,16 @@ class _Flags:
         if not host_can_read(flags.device):
             # Whether this rank reads them depends on its gradients, so nobody raises by that.
             self._recent.append(HostCopy(flags))
-            if complete:  # all are present here, hence anywhere
-                return [True] * number
-            return [bool(flag) for flag in flags[:number].tolist()]
+            # Where all are present here, they are anywhere.
+            return [True] * number if complete else [*map(bool, flags[:number].tolist())]
         found = flags.tolist()
         self._check(found)
-        return [bool(flag) for flag in found[:number]]
+        return [*map(bool, found[:number])]
 
     def _check(self, flags: Sequence[int], when: str = "") -> None:
         """Raise DmuonError, the same on every rank, if a gradient on any rank was unusable."""
-        number = len(self._names)
-        unusable = flags[number : 2 * number]
-        if any(unusable):
-            name = self._names[list(map(bool, unusable)).index(True)]
+        flagged = zip(self._names, flags[len(self._names) :])
+        for name in (name for name, unusable in flagged if unusable):
             raise DmuonError(
                 f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
                 f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
@@ -290,10 +287,9 @@ class _Flags:
     def raise_noted(self) -> None:
         """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
         earlier, self._earlier = self._earlier, []
+        when = " in the backward before the last step, which counted it as missing"
         for copy in earlier:
-            self._check(
-                copy.read(), " in the backward before the last step, which counted it as missing"
-            )
+            self._check(copy.read(), when)
 
 
 class _Round:
@@ -332,7 +328,7 @@ class GradientReducer:
         # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
         self._groups = process_groups
-        self._scale = 1.0 / owned.slices.grid.data_ranks
+        self._scale = 1.0 / math.prod(owned.slices.grid.shape[:2])  # over the data ranks
         device = parameters[0].device
         names = [spec.name for spec in owned.slices.plan.specs.parameters]
         self.flags = _Flags(names, process_groups, device)
@@ -476,9 +472,8 @@ class GradientReducer:
         for live in self._to_owners():
             if live.to_relay:
                 live.relay(self._groups)
-        self.state = self.state.to(
-            RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED
-        )
+        is_owed = self.state is RoundState.OPEN_OWED
+        self.state = self.state.to(RoundState.OWED if is_owed else RoundState.DONE)
         self.rounds += 1
         local, unusable = self._round.local, self._round.unusable
         complete = all(local[p] for p in self._bucket_of) and not any(unusable)
@@ -538,8 +533,7 @@ class GradientReducer:
             self.clear()
             return
         for p in self._noted:
-            grad = self.parameters[p].grad
-            if grad is not None and not self._is_as_noted(p, exactly=True):
+            if self.parameters[p].grad is not None and not self._is_as_noted(p, exactly=True):
                 raise OwnershipError(
                     f"the gradient of {self._name(p)!r} was changed after backward, and those of "
                     "matrices, which lie with their owners, were not: clip with "
@@ -559,13 +553,12 @@ class GradientReducer:
 
     # ---- between rounds ----------------------------------------------------------------------
 
-    def set_sync(self, sync: bool) -> bool:
-        """Whether backward begins rounds; returns the previous setting."""
-        previous, self.sync = self.sync, sync
-        if sync and not previous and self.state is not RoundState.NONE:
+    def set_sync(self, sync: bool) -> None:
+        """Whether backward begins rounds."""
+        if sync and not self.sync and self.state is not RoundState.NONE:
             # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
             self.state = self.state.to(RoundState.OPEN_OWED if self.open else RoundState.OWED)
-        return previous
+        self.sync = sync
 
     def begin_owed(self) -> None:
         """Start the round that the other ranks count on, if there was none here."""
@@ -656,28 +649,25 @@ _handed_to: weakref.WeakKeyDictionary[DistributedDataParallel, list[Callable[[An
 )
 
 
-def _hand_over(
-    group: Any, to: Sequence[Callable[[Any], None]], bucket: Any
-) -> torch.futures.Future[Tensor]:
-    if not to:
-        return allreduce_hook(group, bucket)
-    to[0](bucket)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
 def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
     """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
     to = _handed_to.get(ddp)
     if to is None:
-        to = []
-        action = partial(_hand_over, ddp.process_group, to)
+        to, group = [], ddp.process_group
+
+        # No annotations: DDP compares them with types, and ours are strings.
+        def hand_over(to, bucket):
+            if not to:
+                return allreduce_hook(group, bucket)
+            to[0](bucket)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
         try:
-            # No annotations: DDP compares them with types, and ours are strings.
-            ddp.register_comm_hook(None, lambda _, bucket: action(bucket))
+            ddp.register_comm_hook(to, hand_over)
         except RuntimeError as error:
             raise OwnershipError(
                 "DistributedDataParallel did not accept dmuon's communication hook; it takes one "

@@ -416,11 +416,9 @@ class RowShards:
                 if shared.numel and receiver == rank:
                     received[sender].append(into[i][shared.within(target).slices()])
         out, back = ([sum(v.numel() for v in views) for views in each] for each in (sent, received))
-        source = torch.empty(sum(out), dtype=dtype, device=self.device)
         arrived = torch.empty(sum(back), dtype=dtype, device=self.device)
-        views = [*chain.from_iterable(sent)]
-        for flat, view in zip(source.split([v.numel() for v in views]), views):
-            flat.view(view.shape).copy_(view)
+        flats = (view.reshape(-1).to(arrived) for view in chain.from_iterable(sent))
+        source = torch.cat([arrived[:0], *flats])
         self._transport.all_to_all(arrived, source, back, out, tag="saved state").wait()
         views = [*chain.from_iterable(received)]
         for flat, view in zip(arrived.split([v.numel() for v in views]), views):

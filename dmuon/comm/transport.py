@@ -7,9 +7,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,14 @@ from dmuon.devices import SideStream, host_can_read, of
 from dmuon.types import ConsensusError, OwnershipError
 
 
-class Work(Protocol):
-    """A collective under way. ``wait`` blocks the host on CPU, the current stream on CUDA."""
+class Work:
+    """A collective under way; this one is done. ``wait`` blocks the host on CPU, the current stream
+    on CUDA."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> None: ...
 
-    def is_completed(self) -> bool: ...
+    def is_completed(self) -> bool:
+        return True
 
 
 Finish = Callable[[], object]
@@ -38,33 +41,39 @@ def wait_all(works: list[Work]) -> None:
     works.clear()
 
 
-class Transport(Protocol):
+class Transport:
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
-    their purpose. Object operations block.
+    their purpose. Object operations block. What is here is right for one rank: every collective is
+    the identity.
     """
 
-    rank: int
-    world: int
-    failed: bool  # a collective; ranks may no longer be at the same one
+    rank = 0
+    world = 1
+    failed = False  # a collective; ranks may no longer be at the same one
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         """Sum ``tensor`` over the ranks into ``dst``; elsewhere its content becomes undefined."""
+        return Work()
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         """Sum (or take the maximum of) ``tensor`` over the ranks, everywhere."""
+        return Work()
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         """Copy ``tensor`` from ``src`` to every rank."""
+        return Work()
 
     def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
         """Copy ``parts[r]`` from rank r to every rank: `broadcast` from all of them at once. They
         are 1-D, of one dtype, and of any sizes; one at least is not empty."""
+        return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
         """Sum ``parts[r]`` over the ranks into rank r: `reduce` to all of them at once, with parts
         as in `all_gather`."""
+        return Work()
 
     def all_to_all(
         self, output: Tensor, source: Tensor, came: Sequence[int], sent: Sequence[int], *, tag: str
@@ -73,12 +82,16 @@ class Transport(Protocol):
 
         Both are 1-D; ``sent[r]`` elements go to rank r, and ``came[r]`` come from it.
         """
+        output.copy_(source)
+        return Work()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank."""
+        return [value]
 
     def broadcast_object(self, value: Any, src: int) -> Any:
         """``value`` of rank ``src``, on every rank."""
+        return value
 
     def meet(self, call: str) -> None:
         """Wait until every rank has come to ``call``, which takes collectives; OwnershipError if
@@ -86,44 +99,41 @@ class Transport(Protocol):
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """All ranks as a mesh of one axis; None where there is no other rank."""
+        return None
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
         """A transport over the one part, of this partition of the ranks, with this rank in it; a
         collective call."""
+        return self
 
     def close(self) -> None:
         """Release what the transport made for itself."""
 
 
-class _Done:
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
+class LocalTransport(Transport):
+    """One rank, no process group."""
 
 
-class _Issued:
+@dataclass(slots=True, eq=False)
+class _Issued(Work):
     """Collectives under way that count as one, whose failure says where to look. With ``finish``
     the host waits for them, once, and calls it then."""
 
-    def __init__(
-        self, transport: C10dTransport, tag: str, works: list[Work], finish: Finish | None = None
-    ) -> None:
-        self._transport = transport
-        self._tag = tag
-        self._works = works
-        self._finish = finish
+    transport: C10dTransport
+    tag: str
+    works: list[dist.Work]
+    finish: Finish | None = None
 
     def wait(self) -> None:
-        with self._transport.located(self._tag):
-            for work in self._works:
+        with self.transport.located(self.tag):
+            for work in self.works:
                 work.wait()
-        if self._finish is not None:
-            finish, self._finish, self._works = self._finish, None, []
+        if self.finish is not None:
+            finish, self.finish, self.works = self.finish, None, []
             finish()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
 
 def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
@@ -135,38 +145,6 @@ def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
         into.add_(others[0])
     for other in others[place:]:
         into.add_(other)
-
-
-class LocalTransport:
-    """One rank, no process group: every collective is the identity."""
-
-    rank = 0
-    world = 1
-    failed = False
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Work:
-        return _Done()
-
-    all_reduce = broadcast = all_gather = reduce_scatter = reduce
-
-    def all_to_all(self, output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Work:
-        output.copy_(source)
-        return _Done()
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast_object(self, value: Any, src: int) -> Any:
-        return value
-
-    def meet(self, call: str) -> None: ...
-
-    def mesh(self, device: torch.device) -> None: ...
-
-    def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
-        return self
-
-    def close(self) -> None: ...
 
 
 _SMALL_SUM = 1 << 20  # bytes of all ranks
@@ -231,7 +209,7 @@ def _unequal(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [first[:-1], *others], [first[-1:]]
 
 
-class C10dTransport:
+class C10dTransport(Transport):
     """`torch.distributed` over a process group of its own: a rank that lacks a gradient issues a
     bucket later than the others do, which must not cross with, say, the user's batch norm."""
 
@@ -256,7 +234,6 @@ class C10dTransport:
         splits = not everyone and splits_communicators()
         reused = not everyone and not splits and callers < dist.get_world_size()
         group: dist.ProcessGroup | None = None
-        self.failed = False
         if splits:
             known = [] if parent is None else dist.get_process_group_ranks(parent)
             if len(known) != callers or known != sorted(known):
@@ -308,7 +285,7 @@ class C10dTransport:
         return group
 
     def _issue(
-        self, tag: str, *collectives: Callable[..., Work | None], finish: Finish | None = None
+        self, tag: str, *collectives: Callable[..., dist.Work | None], finish: Finish | None = None
     ) -> Work:
         with self.located(tag):
             found = [issue(group=self.group, async_op=True) for issue in collectives]
@@ -418,7 +395,7 @@ class C10dTransport:
             ConsensusError: another rank has one.
         """
         with self.located(_PLANNING):
-            found = self._met([timedelta(seconds=self._timeout_s or _PATIENCE_S)], flaw)
+            found = self._met(self._timeout_s or _PATIENCE_S, flaw)
         if flaw is not None:
             raise OwnershipError(flaw)
         if found is not None:
@@ -433,9 +410,8 @@ class C10dTransport:
                 _release(*kept)
 
     def meet(self, call: str) -> None:
-        timeout = [] if self._timeout_s is None else [timedelta(seconds=self._timeout_s)]
         try:
-            self._met(timeout)
+            self._met(self._timeout_s)
         except RuntimeError as error:
             raise OwnershipError(
                 f"{call} is a collective call where momentum or weights lie with their owners, and "
@@ -443,7 +419,7 @@ class C10dTransport:
                 f"0`, and write the file on one; or that rank has died (after {self.steps} steps)"
             ) from error
 
-    def _met(self, timeout: Sequence[timedelta], flaw: str | None = None) -> str | None:
+    def _met(self, timeout_s: float | None, flaw: str | None = None) -> str | None:
         """Wait for all ranks; returns a flaw that one of them came with. This goes through the
         store: a collective that only some ranks issue could meet another one of the others, which
         is no error but wrong data."""
@@ -457,6 +433,7 @@ class C10dTransport:
         try:
             if store.add(key, 1) == self.world:
                 store.set(f"{key} is complete", "")
+            timeout = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
             store.wait([f"{key} is complete"], *timeout)
         except RuntimeError:
             with suppress(RuntimeError):  # the store may have died with the rank that kept it
@@ -502,14 +479,7 @@ def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> Non
         dist.destroy_process_group(group)
 
 
-class Meter(Counter[str]):
-    """Bytes that this rank handed to collectives, by tag, since `reset`."""
-
-    def reset(self) -> dict[str, int]:
-        """The counts so far; begin again from zero."""
-        counts = dict(self)
-        self.clear()
-        return counts
+Meter = Counter[str]  # bytes that this rank handed to collectives, by tag
 
 
 # ---- devices -----------------------------------------------------------------------------

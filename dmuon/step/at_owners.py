@@ -18,19 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon import rule as rules
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.devices import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
-from dmuon.rule import (
-    MASTER,
-    MOMENTUM,
-    Hyper,
-    follow_weights,
-    operand_peaks,
-    rounds_to,
-    update_rms,
-)
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.step.engine import Amp, AtOwners, Engine, load_entry, orientations
@@ -53,13 +45,13 @@ class OwnerState:
         self._runtime = runtime
         self._specs = runtime.plan.specs
         self._units = [u for u in runtime.units if u.owner == runtime.transport.rank]
-        self._stacks: dict[str, dict[int, Tensor]] = {MOMENTUM: {}, MASTER: {}}
+        self._stacks: dict[str, dict[int, Tensor]] = {rules.MOMENTUM: {}, rules.MASTER: {}}
         for unit in self._units:
             first = unit.matrices[0]
             momentum = torch.zeros(unit.shape, dtype=dtypes[first], device=runtime.device)
-            self._stacks[MOMENTUM][first] = momentum
+            self._stacks[rules.MOMENTUM][first] = momentum
             if with_masters and ITEM_SIZE[self._specs.matrices[first].dtype] < 4:
-                self._stacks[MASTER][first] = torch.empty_like(momentum, dtype=torch.float32)
+                self._stacks[rules.MASTER][first] = torch.empty_like(momentum, dtype=torch.float32)
         self.take_weights()
 
     def of(self, unit: Unit) -> list[Tensor]:
@@ -74,14 +66,14 @@ class OwnerState:
 
     def follow(self, unit: Unit, masters: Tensor | None = None) -> None:
         """Let the masters of a unit, or another stack of them, follow its weights."""
-        follow_weights(*self._pairs(unit, masters))
+        rules.follow_weights(*self._pairs(unit, masters))
 
     def _pairs(
         self, unit: Unit, masters: Tensor | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The masters of a unit, or in another stack of them, and its weights; none without."""
         if masters is None:
-            masters = self._stacks[MASTER].get(unit.matrices[0])
+            masters = self._stacks[rules.MASTER].get(unit.matrices[0])
         if masters is None:
             return [], []
         slots, weights = oriented(unit, masters), self._runtime.weights(unit)
@@ -96,14 +88,14 @@ class OwnerState:
             stack = self._stacks[key].get(unit.matrices[0])
             if stack is None:
                 continue
-            if as_weights_are and not all(map(rounds_to, *self._pairs(unit, stack))):
+            if as_weights_are and not all(map(rules.rounds_to, *self._pairs(unit, stack))):
                 stack = stack.clone()
                 self.follow(unit, stack)
             found |= zip(unit.matrices, unstacker(self._specs, unit)(stack), strict=True)
         return found
 
 
-def _by_rate(h: Hyper, unit: Unit, where: Sequence[int]) -> list[tuple[float, Sequence[int]]]:
+def _by_rate(h: rules.Hyper, unit: Unit, where: Sequence[int]) -> list[tuple[float, Sequence[int]]]:
     """The adjusted learning rates of matrices at positions of a unit: (rate, numbers in ``where``).
 
     A matrix's own rows and columns count, whichever way its slot holds it.
@@ -130,13 +122,13 @@ class OwnersEngine(Engine):
         specs = runtime.plan.specs
         self._dtypes = [self._momentum_dtypes(i) for i in range(len(specs.matrices))]
         self._state = OwnerState(runtime, [kept for kept, _ in self._dtypes], masters)
-        members = {i: runtime.matrices_of(i) for i in specs.muon_parameters()}
+        members = {i: runtime.slices.matrices_of[i] for i in specs.muon_parameters()}
         # What is kept of matrices, the same on every rank: by key the parameters, each with its
         # matrices. A weight in float32 is its own master.
-        self._members = {MOMENTUM: members}
+        self._members = {rules.MOMENTUM: members}
         if masters:
             some = {i: m for i, m in members.items() if self._has_master(specs.parameters[i].dtype)}
-            self._members[MASTER] = some
+            self._members[rules.MASTER] = some
         for key in self._members:
             self._show(key)
         assert runtime.reducer is not None
@@ -155,7 +147,7 @@ class OwnersEngine(Engine):
             if i in kept
         )
         # Of what Newton-Schulz got in the step before: matrices, and their norms.
-        self._norms: list[tuple[list[int], list[Tensor]]] = []
+        self._norms: list[tuple[list[int], Tensor]] = []
         self._verdict = Verdict(True)
 
     @property
@@ -213,7 +205,7 @@ class OwnersEngine(Engine):
         self._note(False if verdict is None else verdict.finite)
         self._verdict = verdict or Verdict(False)
         if verdict is None:
-            runtime.skip()
+            self._present[:] = [False] * len(self._present)
             self._grads = {}
         runtime.step(self._compute if refusal is None else self._keep, self._apply)
         if refusal is not None:
@@ -229,7 +221,7 @@ class OwnersEngine(Engine):
             return norms, self._message.refuse()
         norms = self._marks(norms)
         known = [*chain.from_iterable(of for of, _ in self._norms)]
-        sizes = [*chain.from_iterable(each for _, each in self._norms)]
+        sizes = [norms for _, norms in self._norms]
         values = torch.cat(sizes).double() if sizes else norms
         self._norms = []
         checked = self._checked(self._grads)
@@ -238,14 +230,13 @@ class OwnersEngine(Engine):
     def _marks(self, zeros: Tensor) -> Tensor:
         """Of what is owned here numbers that are finite where momentum stays so."""
         runtime, here = self._runtime, self._owned.here
-        matrices = runtime.plan.specs.matrices
-        found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
+        found = self._owned.collected(self._present)
         if not found:
             return zeros
         if runtime.keeps_whole and (self._narrows or any(h.mode == "sgd" for h in self._hypers)):
             momentum = self._momentum()
             hypers = [self._hypers[self._group_of[i]] for i in found]
-            marks = operand_peaks([*found.values()], [momentum[i] for i in found], hypers)
+            marks = rules.operand_peaks([*found.values()], [momentum[i] for i in found], hypers)
         else:
             if runtime.keeps_whole and len(found) == len(here) and host_can_read(runtime.device):
                 # One look at each stack, and at its matrices only where something is wrong.
@@ -259,7 +250,7 @@ class OwnersEngine(Engine):
         return torch.stack([by_matrix.get(i, zeros[0]) for i in here])
 
     def _momentum(self) -> Mapping[int, Tensor]:
-        return self._state.matrices(MOMENTUM)
+        return self._state.matrices(rules.MOMENTUM)
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """What this rank publishes where it refuses, and the others cannot know yet."""
@@ -272,40 +263,32 @@ class OwnersEngine(Engine):
 
     def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """Momentum, Newton-Schulz, and the new masters where there are some."""
-        h, rule = self._hypers[unit.group], self._rules[unit.group]
+        h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
         momentum, *masters = self._state.of(unit)
         if masters:
             self._state.follow(unit)
         watch = self._telemetry.watch
         watch.start()
         buffers = rows_of(momentum, where)
-        payload = self._orthogonalized(unit, buffers, gradients, where)
+        call, working = self._call(unit, len(where)), self._dtypes[unit.matrices[0]][1]
+        operand = self._kernels.operand(call)
+        norms = rule.operand(buffers, gradients, h, out=operand, working=working, stays=stays)
+        self._norms.append(([unit.matrices[n] for n in where], norms))
+        payload = self._kernels.run(call, operand)
         self._kept.accept(unit, payload, where)
         watch.stop()
         if buffers is not momentum:
             set_rows(momentum, where, buffers)
-        rms = update_rms(payload, 1.0)
+        rms = rules.update_rms(payload, 1.0)
         new = [rows_of(stack, where) for stack in masters]
         for lr, at in _by_rate(h, unit, where):
             scale_all(_some(rms, at), lr / h.lr if h.lr else 0.0)
             if masters:
-                stays = self._verdict.bad
                 rule.apply(_some(new[0], at), _some(payload, at), h, lr=lr, stays=stays)
         for stack, part in zip(masters, new, strict=True):
             if part is not stack:
                 set_rows(stack, where, part)
         return new[0] if masters else payload, rms
-
-    def _orthogonalized(
-        self, unit: Unit, buffers: Tensor, gradients: Tensor, where: list[int]
-    ) -> Tensor:
-        """Advance momentum ``buffers``; the update, valid until the next call."""
-        h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
-        call = self._call(unit, len(where))
-        operand, working = self._kernels.operand(call), self._dtypes[unit.matrices[0]][1]
-        norms = rule.operand(buffers, gradients, h, out=operand, working=working, stays=stays)
-        self._norms.append(([unit.matrices[n] for n in where], [norms]))
-        return self._kernels.run(call, operand)
 
     def _apply(
         self, unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
@@ -324,12 +307,11 @@ class OwnersEngine(Engine):
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         runtime, shape = self._runtime, self._runtime.plan.specs.parameters[parameter].shape
-        dtype, places = self._dtypes[runtime.matrices_of(parameter)[0]][0], runtime.owned_places
-        rows, here = runtime.rows, self._state.matrices(MOMENTUM)
-        momentum = rows.spread(shape, dtype, places(parameter), here)
-        wide = torch.promote_types(dtype, torch.float32)
-        slices = places(parameter, in_slices=True)
-        gradient = rows.spread(shape, wide, slices, self._owned.here)
+        slices, rows = runtime.slices, runtime.rows
+        dtype, _ = self._dtypes[slices.matrices_of[parameter][0]]
+        momentum = rows.spread(shape, dtype, slices.keepers(parameter), self._momentum())
+        wide, places = torch.promote_types(dtype, torch.float32), slices.keepers
+        gradient = rows.spread(shape, wide, places(parameter, in_slices=True), self._owned.here)
         if not self._present[parameter]:
             gradient.zero_()
         return whole_tensor(momentum), whole_tensor(gradient)
@@ -360,10 +342,10 @@ class OwnersEngine(Engine):
 
     def _at_owners(self, *, as_weights_are: bool = False) -> Iterator[AtOwners]:
         """All that lies with owners; ``as_weights_are``: see `OwnerState.matrices`."""
-        specs, places = self._runtime.plan.specs.parameters, self._runtime.owned_places
+        specs, places = self._runtime.plan.specs.parameters, self._runtime.slices.keepers
         for key, parameters in self._members.items():
-            here = self._state.matrices(key, as_weights_are=as_weights_are and key == MASTER)
+            here = self._state.matrices(key, as_weights_are=as_weights_are and key == rules.MASTER)
             for i, members in parameters.items():
-                dtype = torch.float32 if key == MASTER else self._dtypes[members[0]][0]
+                dtype = torch.float32 if key == rules.MASTER else self._dtypes[members[0]][0]
                 yield AtOwners(i, key, specs[i].shape, dtype, places(i), here)
         yield from self._kept.rows()

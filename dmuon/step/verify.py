@@ -14,9 +14,9 @@ is that rank's, on all of them if it is the owner's (or a co-owner's, whose slic
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import multimode
 from typing import Any
 
 import torch
@@ -183,7 +183,6 @@ def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], what: str) -> set[int
     odd: set[int] = set()
     for ranks in boxes.values():
         values = {r: getattr(part, what) for r, part in ranks.items()}
-        (common, most), *others = Counter(values.values()).most_common()
-        is_tie = bool(others) and others[0][1] == most
-        odd |= {r for r, value in values.items() if is_tie or value != common}
+        common = multimode(values.values())
+        odd |= {r for r, value in values.items() if common != [value]}
     return odd

@@ -63,7 +63,7 @@ class Slow(LocalTransport):
 
 
 @dataclass
-class SlowWork:
+class SlowWork(Work):
     event: torch.Event
 
     def wait(self) -> None:
@@ -85,7 +85,7 @@ def test_gradients_collected_on_a_side_stream_are_right(monkeypatch: pytest.Monk
             for _ in range(2):
                 model(torch.randn(64, 512, device=device)).square().sum().backward()
             reducer.ensure(lambda: None)
-            found.append([g.clone() for g in reducer.owned.collected(reducer.present)])
+            found.append([g.clone() for g in reducer.owned.collected(reducer.present).values()])
             reducer.clear()
     for beside, at_the_end in zip(found[:3], found[3:]):
         assert len(beside) == 20 and all(map(torch.equal, beside, at_the_end))

@@ -41,7 +41,7 @@ class First(LocalTransport):
     def _note(self, event: Event) -> Any:
         self.events.append(event)
         self.look()
-        return super().reduce()
+        return super().all_gather([], tag=event.tag)
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Any:
         return self._note(Event("reduce", tag, tensor.nbytes, dst))

@@ -70,7 +70,7 @@ def test_every_rank_has_one_place_and_the_process_groups_partition_the_mesh(
     grid = Grid.of(Topology(shape, axes, world), {"tp"})
     assert sorted(grid.ranks) == list(range(world))
     assert [grid.rank_at(*grid.place(r)) for r in range(world)] == list(range(world))
-    assert grid.shape[2] == tensors and grid.data_ranks == replicas * shards
+    assert grid.shape[2] == tensors and math.prod(grid.shape[:2]) == replicas * shards
     for dims in ({0}, {1}, {2}, {0, 1}):
         found = {grid.along(dims, r) for r in range(world)}
         assert all(r in grid.along(dims, r) for r in range(world))

@@ -186,7 +186,7 @@ def test_what_is_collected_on_a_side_stream_is_what_is_collected_at_the_end(
             model(torch.randn(3, 6)).square().sum().backward()
             model(torch.randn(3, 6)).square().sum().backward()
             reducer.ensure(lambda: None)
-            found.append([g.clone() for g in reducer.owned.collected(reducer.present)])
+            found.append([g.clone() for g in reducer.owned.collected(reducer.present).values()])
             reducer.clear()
         assert any(transport.waited) == (has_stream and replicas == 1)
     assert len(found[0]) == 9 and any(g.any() for g in found[0])

@@ -29,13 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
-from dmuon.comm.dedicated.prefetch import (
-    PassState,
-    Prefetcher,
-    check_first_forward,
-    hook_module,
-    hook_state_dicts,
-)
+from dmuon.comm.dedicated import prefetch
 from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
@@ -44,7 +38,7 @@ from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
-from dmuon.scheduler.plan import Unit
+from dmuon.scheduler.plan import Unit, units_of
 from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
@@ -134,15 +128,15 @@ class DedicatedRuntime(OwnersRuntime):
         self.storage = Storage(
             slices, model, self.parameters, layers, process_groups, options, self.rows
         )
-        self.prefetcher = Prefetcher(self.storage, options)
+        self.prefetcher = prefetch.Prefetcher(self.storage, options)
         for point in wait_points(model, others):
             mine = point.parameters & index.keys()
             needs = sorted({self.prefetcher.number_of[index[i]] for i in mine})
             if needs or point.is_root:
                 inside = () if point.in_layer else tuple(area(point.module, others))
-                self._removers += hook_module(self.prefetcher, point, needs, inside)
-        self._removers += hook_state_dicts(self.prefetcher, model, index)
-        self._end_watch = check_first_forward(self.storage, model)
+                self._removers += prefetch.hook_module(self.prefetcher, point, needs, inside)
+        self._removers += prefetch.hook_state_dicts(self.prefetcher, model, index)
+        self._end_watch = prefetch.check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
     @property
@@ -160,7 +154,7 @@ class DedicatedRuntime(OwnersRuntime):
             raise self._not_bound()
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
-        in_forward = prefetcher.state is PassState.FORWARD  # which goes on afterwards
+        in_forward = prefetcher.state is prefetch.PassState.FORWARD  # which goes on afterwards
         prefetcher.begin_access()
         try:
             with storage.whole(module):
@@ -175,7 +169,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
-        keepers = self._slices.keepers(parameter, in_slices=True, replicas=True)
+        keepers = self.slices.keepers(parameter, in_slices=True, replicas=True)
         return [
             (i, part, self.storage.weight_of(i))
             for i, r, part in keepers
@@ -199,8 +193,9 @@ class DedicatedRuntime(OwnersRuntime):
         self.process_groups.close()
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
-        owned = self._collect_at(groups, self._options.reduce_dtype)
-        storage = self.storage
+        storage, rank, asked = self.storage, self.transport.rank, self._options.reduce_dtype
+        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
+        owned = OwnedGradients(self.slices, self.units, rank, asked, self.device)
         storage.ready()
         self._end_watch()  # `Muon` has looked
         self._applied = {u.matrices[0]: [*map(storage.weight_of, u.matrices)] for u in owned.near}
@@ -211,12 +206,12 @@ class DedicatedRuntime(OwnersRuntime):
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = defaultdict(list)
         for unit in () if self.keeps_whole else owned.near:
             dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
-            reduced = self._options.reduce_dtype or getattr(torch, dtype)
+            reduced = asked or getattr(torch, dtype)
             by_dtype[reduced, payload_dtype(dtype)].append(unit)
         for (reduced, published), units in by_dtype.items():
             like = torch.empty(0, dtype=published, device=self.device)
             how = self.process_groups, reduced, like
-            self._assemblies.append(_Assembly(self._slices, units, owned, *how))
+            self._assemblies.append(_Assembly(self.slices, units, owned, *how))
         buckets = self._buckets()
         self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
@@ -247,8 +242,8 @@ class DedicatedRuntime(OwnersRuntime):
         members = [layer.parameters for layer in reversed(layers) if not layer.is_root]
         root = (p for layer in layers if layer.is_root for p in layer.parameters)
         members.append((*root, *adamw))
-        dtype, tensor = self._options.reduce_dtype, self._slices.grid.place(self.transport.rank)[2]
-        return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
+        dtype, tensor = self._options.reduce_dtype, self.slices.grid.place(self.transport.rank)[2]
+        return [gradient_bucket(self.slices, m, adamw, tensor, dtype) for m in members if m]
 
     def reduce_gradients(self) -> None:
         reducer = self._bound
@@ -268,7 +263,7 @@ class DedicatedRuntime(OwnersRuntime):
         if any(local_shard("", p, rank).replica):
             return False
         axes = set(mesh_axes(p))
-        replica, shard, tensor = self._slices.grid.place(self.transport.rank)
+        replica, shard, tensor = self.slices.grid.place(self.transport.rank)
         over_tensors, over_data = bool(axes & self._tensor_axes), bool(axes - self._tensor_axes)
         return (over_tensors or tensor == 0) and (over_data or (replica, shard) == (0, 0))
 

@@ -465,20 +465,12 @@ class _Load:
 class _StateDicts:
     """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
     load them from any form, at the end of the outermost call; collective calls. Inside
-    ``materialized`` they are whole, as in any module."""
+    ``materialized`` they are whole, as in any module. ``given`` is what torch gives such hooks."""
 
-    def __init__(self) -> None:
-        self._call: _Load | None = None  # the call that is open, or was cut off
+    _call: _Load | None = None  # that is open, or was cut off
 
-    def save(
-        self,
-        prefetcher: Prefetcher,
-        names: Mapping[str, int],
-        _: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        *rest: Any,
-    ) -> None:
+    def save(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
+        _, state, prefix, _ = given
         found = prefetcher.storage.kept_elsewhere(names)
         if found:
             prefetcher.storage.world.meet("model.state_dict()")
@@ -486,17 +478,8 @@ class _StateDicts:
         for name, p in found.items():
             state[prefix + name] = prefetcher.storage.saved(p)
 
-    def load(
-        self,
-        prefetcher: Prefetcher,
-        names: Mapping[str, int],
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Mapping[str, Any],
-        *rest: Any,  # whether it is strict, missing keys, unexpected ones, errors
-    ) -> None:
-        errors: list[str] = rest[-1]
+    def load(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
+        module, state_dict, prefix, metadata, _, _, _, errors = given
         if self._call is None or self._call.errors is not errors:  # torch has one list per call
             self._call = _Load(weakref.ref(module), errors)
         call, storage = self._call, prefetcher.storage

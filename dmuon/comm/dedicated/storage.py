@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -53,8 +53,6 @@ class _Weight:
     ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
     shown in use: a part of ``bucket`` from element ``start`` on.
     """
-
-    __slots__ = ("bucket", "kept", "readable", "readers", "start", "tensor", "view")
 
     def __init__(
         self, tensor: Tensor, shape: tuple[int, ...], bucket: _WeightBuffer, start: int
@@ -91,20 +89,14 @@ class _WeightBuffer:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
         self.buffer = Buffer(flat, lasting=lasting)
         self.nothing = torch.empty(0, dtype=kept_dtype, device=device)
-        mine = [(span.start, span.numel) for span in bucket.sends if span.shard == shard]
-        if self.is_keeper:
-            mine = [(0, bucket.numel)]
-        self._kept = [
-            (start, flat if lasting else self.nothing.new_empty(numel)) for start, numel in mine
-        ]
+        mine = [span for span in bucket.sends if span.shard == shard]
+        kept = [flat if lasting else self.nothing.new_empty(span.numel) for span in mine]
+        self._kept = [(span.start, part) for span, part in zip(mine, kept, strict=True)]
         # Views are made while there is memory behind them; they outlive its release.
         self.sends = [(s.shard, flat.narrow(0, s.start, s.numel)) for s in bucket.sends]
         # What is copied into the buffer before it leaves, and from where.
-        self.copies = [
-            (view, self.stored(span.start, span.numel))
-            for span, (_, view) in zip(bucket.sends, self.sends, strict=True)
-            if span.shard == shard and not lasting
-        ]
+        views = [view for sender, view in self.sends if sender == shard]
+        self.copies = [] if lasting else [*zip(views, kept, strict=True)]
 
     def keep(self, start: int, values: Tensor) -> None:
         """Store what is kept here of ``values``, the bucket's elements from ``start`` on."""
@@ -246,6 +238,7 @@ def layers_of(
 # ---- all of them -----------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Storage:
     """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
 
@@ -254,32 +247,25 @@ class Storage:
     take the place of the others.
     """
 
-    def __init__(
-        self,
-        slices: Slices,
-        model: nn.Module,
-        parameters: list[nn.Parameter],
-        layers: Sequence[Layer],
-        process_groups: ProcessGroups,
-        options: DedicatedOptions,
-        rows: RowShards,
-    ) -> None:
-        self.parameters = parameters
-        self.layers = layers
-        self.layer_of = {p: layer for layer in layers for p in layer.parameters}
+    slices: Slices
+    model: InitVar[nn.Module]
+    parameters: list[nn.Parameter]
+    layers: Sequence[Layer]
+    process_groups: ProcessGroups
+    options: DedicatedOptions
+    rows: RowShards
+
+    def __post_init__(self, model: nn.Module) -> None:
+        slices, self.world = self.slices, self.process_groups.world
+        self.layer_of = {p: layer for layer in self.layers for p in layer.parameters}
         self.has_replicas = slices.grid.shape[0] > 1
-        self._slices = slices
         self._specs = slices.plan.specs
         self._model = weakref.ref(model)
-        self.world = process_groups.world
-        self._process_groups = process_groups
-        self._options = options
-        self._rows = rows
-        _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
+        _, self._shard, self._tensor = slices.grid.place(self.world.rank)
         self._weights: dict[int, _Weight] = {}
-        for layer in layers:
+        for layer in self.layers:
             layer.matrices = frozenset(i for p in layer.parameters for i in slices.matrices_of[p])
-        self._on_meta = any(p.device.type == "meta" for p in parameters)
+        self._on_meta = any(p.device.type == "meta" for p in self.parameters)
         if not self._on_meta:
             self._take_over()
             return
@@ -287,17 +273,17 @@ class Storage:
         for p in self.layer_of:
             spans = slices.spans(p, self._tensor)
             if spans and all(span.shard != self._shard for span in spans):
-                local = stored_tensor(parameters[p])
+                local = stored_tensor(self.parameters[p])
                 local.data = _placeholder(local.shape, local)
 
     @torch.no_grad()
     def _take_over(self) -> None:
         for layer in self.layers:
-            for bucket in weight_buckets(self._slices, layer.parameters, self._tensor):
-                dtype = self._options.param_dtype or getattr(torch, bucket.dtype)
-                live, start = _WeightBuffer(bucket, dtype, self._shard, self._rows.device), 0
+            for bucket in weight_buckets(self.slices, layer.parameters, self._tensor):
+                dtype = self.options.param_dtype or getattr(torch, bucket.dtype)
+                live, start = _WeightBuffer(bucket, dtype, self._shard, self.rows.device), 0
                 for p in bucket.parameters:
-                    shape = self._slices.shape(p, self._tensor)
+                    shape = self.slices.shape(p, self._tensor)
                     local = stored_tensor(self.parameters[p])
                     self._weights[p] = _Weight(local, shape, live, start)
                     start += math.prod(shape)
@@ -308,7 +294,7 @@ class Storage:
                     for span in bucket.publishes
                     if span.shard == self._shard and self.has_replicas
                 ]
-            layer.exchanges = _exchanges(layer.buckets, self._slices.grid.shape[1])
+            layer.exchanges = _exchanges(layer.buckets, self.slices.grid.shape[1])
             layer.weights = [self._weights[p] for p in layer.parameters]
 
     # ---- the meta device, and frameworks that make new parameters ----------------------------
@@ -347,7 +333,7 @@ class Storage:
                     "and the first forward pass"
                 )
         self._on_meta = False
-        if self._options.broadcast_parameters:
+        if self.options.broadcast_parameters:
             others = [p for i, p in enumerate(found) if i not in self.layer_of]
             tensors = [t for t in [*others, *model.buffers()] if not is_distributed(t)]
             start_from_first((t, self.world) for t in tensors)
@@ -371,7 +357,7 @@ class Storage:
     def weight_of(self, matrix: int) -> Tensor:
         """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
         weight = self._weights[self._specs.matrices[matrix].parameter]
-        start, box = self._slices.held(matrix, self._tensor)
+        start, box = self.slices.held(matrix, self._tensor)
         return weight.bucket.stored(weight.start + start, box.numel).view(box.shape)
 
     def check(self) -> None:
@@ -405,8 +391,8 @@ class Storage:
             bucket.buffer.hold()
         Copies(pair for bucket in layer.buckets for pair in bucket.copies).run()
         for parts in layer.exchanges:
-            self._process_groups.meter["weights"] += sum(part.nbytes for part in parts)
-            transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
+            self.process_groups.meter["weights"] += sum(part.nbytes for part in parts)
+            transport, tag = self.process_groups.weights, f"{phase} {layer.name}"
             layer.gathers.append(transport.all_gather(parts, tag=tag))
         if not layer.in_use:
             layer.state = layer.state.to(WeightState.LAUNCHED)
@@ -414,8 +400,8 @@ class Storage:
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
         for replica, stored in layer.publishes:
-            self._process_groups.meter["weights to holders"] += stored.nbytes
-            transport = self._process_groups.replicas
+            self.process_groups.meter["weights to holders"] += stored.nbytes
+            transport = self.process_groups.replicas
             work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
             layer.publishing.append(work)
 
@@ -434,12 +420,12 @@ class Storage:
             weight = self._weights[p]
             is_keeper, whole = weight.bucket.is_keeper, weight.kept
             if not is_keeper:
-                whole = whole.new_empty(self._slices.shape(p, self._tensor))
-            for span in self._slices.spans(p, self._tensor):
+                whole = whole.new_empty(self.slices.shape(p, self._tensor))
+            for span in self.slices.spans(p, self._tensor):
                 piece = whole.view(-1).narrow(0, span.start, span.numel)
                 if span.shard == self._shard and not is_keeper:
                     piece.copy_(weight.bucket.stored(weight.start + span.start, span.numel))
-                transport = self._process_groups.weights
+                transport = self.process_groups.weights
                 works.append(transport.broadcast(piece, span.shard, tag="materialized"))
             found.append(whole)
         wait_all(works)
@@ -484,7 +470,7 @@ class Storage:
     def kept_elsewhere(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those of the parameters that are not whole on this rank now; the same on all ranks."""
         self.ready()
-        is_alone = self._process_groups.weights.world == 1
+        is_alone = self.process_groups.weights.world == 1
         return {name: p for name, p in names.items() if not (is_alone or self.is_read(p))}
 
     def check_whole(self, module: nn.Module) -> None:
@@ -499,9 +485,9 @@ class Storage:
     def saved(self, parameter: int) -> Tensor:
         """A weight as rows on all ranks; a collective call."""
         spec = self._specs.parameters[parameter]
-        keepers = self._slices.keepers(parameter, in_slices=True, replicas=False)
+        keepers = self.slices.keepers(parameter, in_slices=True)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return self._rows.spread(spec.shape, dtype, keepers, self._mine(keepers))
+        return self.rows.spread(spec.shape, dtype, keepers, self._mine(keepers))
 
     def flaw(self, parameter: int, value: Any) -> str | None:
         """Why this cannot be a whole weight, if so."""
@@ -530,8 +516,8 @@ class Storage:
         self.world.meet("model.load_state_dict()")
         attempt(self.world, check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
-            keepers = self._slices.keepers(p, in_slices=True, replicas=True)
-            self._rows.collect(value, keepers, self._mine(keepers))
+            keepers = self.slices.keepers(p, in_slices=True, replicas=True)
+            self.rows.collect(value, keepers, self._mine(keepers))
 
     def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
         rank = self.world.rank
