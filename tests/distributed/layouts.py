@@ -66,7 +66,11 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
 
 
 def _sharded(case: ParallelCase) -> Layout:
-    return Layout(case.mesh_shape, case.axes, case.parallelize, build=case.build, **_SHARDED)
+
+    def both(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return case.data_parallel(case.tensor_parallel(model, mesh), mesh)
+
+    return Layout(case.mesh_shape, case.axes, both, build=case.build, **_SHARDED)
 
 
 def _at_owners(options: Any, **more: Any) -> Layout:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.dtensors import is_distributed, local_tensor
+from dmuon.kernels import choice
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.compare import assert_bitwise
@@ -347,6 +349,31 @@ def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: 
         arguments |= {"first": first, "last": last}
         pools(CASES[name].world).run(__name__, "in_mid_period", arguments)
         name, first = IN_BLOCKS[name], last
+
+
+@cases("fsdp2", "hsdp")
+def test_what_a_process_measures_does_not_change_how_training_goes_on(rank, world, name, tmp_path):
+    """Neither in full steps, whose kernels are in the plan, nor in block steps."""
+
+    def calls_cost(multiplications: float) -> Any:
+        speeds = choice.Speeds("torch", multiplications, choice.LEAST_STRIP)
+        return patch("dmuon.kernels.choice.measured_speeds", lambda *args: speeds)
+
+    steps = range(SAVED_AT, SAVED_AT + 4)
+    with calls_cost(0.0):
+        first = Training(CASES[name], period=2)
+        first.train(range(SAVED_AT))
+        first.save(str(tmp_path))
+        first.train(steps)
+    expected, ran = first.weights(), first.opt.stats()["kernels"]["ran"]
+    first.close()
+    with calls_cost(1e12):
+        again = Training(CASES[name], seed=1, period=2)
+        again.load(str(tmp_path))
+        again.train(steps)
+    assert again.opt.stats()["kernels"]["ran"] == ran
+    assert_bitwise(again.weights(), expected, name)
+    again.close()
 
 
 # ---- damaged, or of another model ------------------------------------------------------------
