@@ -130,7 +130,7 @@ def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> di
         for smaller in _smaller(case):
             if smaller in found:
                 ms, count = found[smaller], case.batch / smaller.batch
-                saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms)
+                saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms / smaller.batch)
                 found[case] = min(found.get(case, math.inf), count * ms - saved)
     return found
 

@@ -654,6 +654,33 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
                 assert counts[one] == expected
 
 
+def test_on_a_busy_cpu_every_run_counts_as_slow_as_all_are_together():
+    """Each takes a millisecond of its own; some are interrupted for two more."""
+    timer, taken, own = OwnerTimer(CPU, F32), [1.0, 3.0, 3.0, 1.0, 3.0, 1.0], iter(range(99))
+    timer.reserve([(ONE, RULE)])
+    with (
+        mock.patch.object(measure.time, "thread_time", lambda: 1e-3 * next(own)),
+        mock.patch.object(measure.Stopwatch, "milliseconds", lambda watch: taken.pop(0)),
+    ):
+        found = [timer.run(ONE, RULE) for _ in range(6)]
+    assert found == pytest.approx([1, 2, 7 / 3, 2, 2.2, 2])
+
+
+@pytest.mark.parametrize("single", [0.5, 5.0])
+def test_noise_does_not_split_batches_on_a_cpu(single, tmp_path):
+    """Here a batch seems to take longer than its matrices do; then it is priced by them."""
+
+    class Noisy(FakeTimer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(lambda case, kernel: 1e-3 * single * case.batch**1.5)
+
+    options = PlannerOptions(cache_dir=str(tmp_path))
+    table = measured_costs(LocalTransport(), [SMALL] * 4, CPU, options, timer=Noisy)
+    saved = min(0.1, 0.05 * single)
+    prices = [table.batch_ms(SMALL, b) for b in (1, 2, 4)]
+    assert prices == pytest.approx([b * single - (b - 1) * saved for b in (1, 2, 4)])
+
+
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried():
     one, many = [(Case((32, 32, "float32"), batch), "") for batch in (1, 64)]
     with mock.patch("dmuon.devices.host_memory", return_value=(1 << 20, 1 << 30)):
