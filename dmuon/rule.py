@@ -332,17 +332,16 @@ class Rule:
         """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
         changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
-        for kernels, some in _routes(buffers, grads):
+        for kernels, some in _routes(buffers, grads, working=working):
             held, own = _picked(some, buffers, grads)
-            if kernels is not None:
+            if kernels is None:
+                each = self._norms_of_some(held, own, h, working)
+            else:
                 norms = kernels.norms(held, own, working, **h.momentum_settings())
                 if len(some) == len(buffers):
                     return norms
-                found |= zip(some, norms.unbind(), strict=True)
-                continue
-            for now in _pieces(held, working):
-                norms = self._norms_of_some(held[now], own[now], h, working)
-                found |= zip(some[now], norms, strict=True)
+                each = norms.unbind()
+            found |= zip(some, each, strict=True)
         return torch.stack([found[n] for n in range(len(buffers))])
 
     def _norms_of_some(
@@ -366,18 +365,15 @@ class Rule:
         """`advance`, and where there is ``out`` operands times ``scales`` ``[n]`` into it.
         ``working`` and ``stays``: see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
-        for kernels, some in _routes(*lists):
+        for kernels, some in _routes(*lists, working=working):
             held, own, *to = _picked(some, *lists)
             mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
             to_list = to[0] if to else None
-            if kernels is not None:
-                how = h.momentum_settings()
-                kernels.advance(to_list, held, own, working, scales=factors, stays=mask, **how)
+            if kernels is None:
+                self._advance_some(to_list, held, own, h, working, mask, factors)
                 continue
-            for now in _pieces(held, working):
-                here = None if to_list is None else to_list[now]
-                each = [v if v is None or not v.ndim else v[now] for v in (mask, factors)]
-                self._advance_some(here, held[now], own[now], h, working, *each)
+            how = h.momentum_settings()
+            kernels.advance(to_list, held, own, working, scales=factors, stays=mask, **how)
 
     def _advance_some(
         self,
@@ -490,18 +486,39 @@ def list_kernels(device: torch.device) -> Any:
     return None
 
 
-def _routes(*lists: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
+def _routes(
+    *lists: Sequence[Tensor], working: torch.dtype | None = None
+) -> Iterator[tuple[Any, list[int]]]:
     """Positions in these lists, and the `list_kernels` that take them: contiguous tensors of up to
-    32 bits, on one device. None: torch's own operations do."""
-    every = list(range(len(lists[0])))
-    kernels = list_kernels(lists[0][0].device) if every else None
-    if kernels is None:
-        return [(None, every)] if every else []
+    32 bits, on one device. None: torch's own operations do, with ``working`` of so many at a time
+    as `Device.chunk_bytes` has room for in that dtype."""
+    if not lists[0]:
+        return
+    device = lists[0][0].device
+    kernels = list_kernels(device)
     found: tuple[list[int], list[int]] = [], []
     for n, tensors in enumerate(zip(*lists, strict=True)):
-        suits = all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
-        found[suits].append(n)
-    return [(k, some) for k, some in zip((None, kernels), found, strict=True) if some]
+        suits = kernels and all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
+        found[bool(suits)].append(n)
+    for some in found[:1] if working is None else _pieces(found[0], lists[0], working):
+        if some:
+            yield None, some
+    if found[1]:
+        yield kernels, found[1]
+
+
+def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
+    """Positions of which `Device.chunk_bytes` are made at a time."""
+    limit, size = devices.of(like[0].device).chunk_bytes, 0
+    piece: list[int] = []
+    for n in some:
+        nbytes = like[n].numel() * dtype.itemsize
+        if piece and size + nbytes > limit:
+            yield piece
+            size, piece = 0, []
+        piece.append(n)
+        size += nbytes
+    yield piece
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
@@ -574,18 +591,6 @@ def _values_at(values: Tensor | None, some: list[int], count: int) -> Tensor | N
     if values is None or not values.ndim or len(some) == count:
         return values
     return torch.stack([values[n] for n in some])
-
-
-def _pieces(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[slice]:
-    """Ranges of tensors of which `Device.chunk_bytes` are made at a time, in this dtype."""
-    limit, first, size = devices.of(tensors[0].device).chunk_bytes, 0, 0
-    for n, tensor in enumerate(tensors):
-        nbytes = tensor.numel() * dtype.itemsize
-        if n > first and size + nbytes > limit:
-            yield slice(first, n)
-            first, size = n, 0
-        size += nbytes
-    yield slice(first, len(tensors))
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -420,7 +420,7 @@ def rank_of(
             (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),
             *(
                 (module, "list_kernels", lambda device: ListKernels if fused else None)
-                for module in (dmuon.rule, dmuon.step.on_params)
+                for module in (dmuon.rule, dmuon.step.operands)
             ),
             (dmuon.dtensors, "local_shard", lambda name, p, r: mine[name]),
             (dmuon.api, "reshard", lambda model: None),

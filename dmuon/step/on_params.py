@@ -38,7 +38,7 @@ from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import SliceCall
-from dmuon.rule import MOMENTUM, Hyper, copier, list_kernels, merged_master, update_norms
+from dmuon.rule import MOMENTUM, Hyper, copier, merged_master, update_norms
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
@@ -617,8 +617,8 @@ class ParamsEngine(Engine):
         "commit", the copy of a chunk of momentum that masks take. Of the others one is alive at a
         time: "norms" for wider copies of half-precision blocks whose norms are taken, "updates"
         while an owner computes, a float32 copy of half-precision updates for their RMS, both on a
-        CPU; "passes" for operands on an accelerator without `list_kernels`; "block_step" for what
-        "updates" is there.
+        CPU; "passes" for operands on an accelerator that no list kernel takes; "block_step" for
+        what "updates" is there. Norms too small or too large for float32 take copies in float64.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
         found = {"operands": state.workspace.nbytes}
@@ -629,7 +629,7 @@ class ParamsEngine(Engine):
         is_cpu = self._runtime.device.type == "cpu"
         if isinstance(self._operands, Operands):
             found["norms"] = 4 * (self._operands.narrowest < 4) * self._operands.largest_run
-        elif list_kernels(state.device) is None:
+        elif self._operands.largest_piece:
             found["passes"] = self._operands.largest_piece
 
         def wide_bytes(units: Iterator[Unit]) -> int:

@@ -21,7 +21,7 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.routes import Part
 from dmuon.dtensors import stored_tensor
-from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule
+from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
 from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
@@ -395,12 +395,15 @@ class PassingOperands(_InOrder):
 
     @property
     def largest_piece(self) -> int:
-        """Bytes of what torch's own operations make at a time: momentum and operands."""
-        sizes = [
-            self._state.momentum[k].numel() * working.itemsize
-            for k, (_, working) in zip(self.order, self._kinds, strict=True)
-        ]
-        return 2 * min(sum(sizes), max(self._state.chunk_bytes, *sizes, 0))
+        """Bytes of what torch's own operations make at a time, where `list_kernels` do not take
+        blocks: momentum and operands."""
+        kernels, state, sizes = list_kernels(self._state.device), self._state, [0]
+        for k, (_, working) in zip(self.order, self._kinds, strict=True):
+            momentum = state.momentum[k]
+            suits = momentum.is_contiguous() and working.itemsize <= 4
+            if kernels is None or not suits:
+                sizes.append(momentum.numel() * working.itemsize)
+        return 2 * min(sum(sizes), max(state.chunk_bytes, *sizes))
 
     def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, range]]:
         """See `Operands.placed`; in place of operands their positions."""

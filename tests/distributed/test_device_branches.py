@@ -326,7 +326,7 @@ def list_kernels() -> Iterator[Counter[str]]:
     kernels.copy = counted("copy")
     with (
         patch("dmuon.rule.list_kernels", lambda device: kernels),
-        patch("dmuon.step.on_params.list_kernels", lambda device: kernels),
+        patch("dmuon.step.operands.list_kernels", lambda device: kernels),
     ):
         yield counts
 
