@@ -33,7 +33,7 @@ from dmuon.kernels.ops import MatmulOps, SliceOps, Take
 from dmuon.tensors import are_safe, divide_, may_look, normalize, normalize_, norms_of
 from dmuon.types import Triple
 
-KERNEL_VERSION = 7
+KERNEL_VERSION = 8
 """Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

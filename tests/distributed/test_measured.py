@@ -126,12 +126,12 @@ def test_ranks_that_find_bfloat16_fast_and_slow_measure_the_same_products(rank, 
 @distributed(2, 4)
 def test_the_slowest_rank_counts_for_each_entry_and_one_writes(rank, world):
     slowest = {pair: i % world for i, pair in enumerate(BATCHES)}
-    timer = Timer(lambda key, b, _: 0.1 + b + (0.5 if slowest[key, b] == rank else 0.0))
+    timer = Timer(lambda key, b, _: 1 + b / 8 + (0.25 if slowest[key, b] == rank else 0.0))
     with setting(world) as (transport, folder):
         with mock.patch.object(costs, "add_to_cache", wraps=costs.add_to_cache) as add:
             table = costs_of(transport, folder, timer)
             assert sum(transport.gather_objects(add.call_count)) == 1
-        assert flat(table) == {(key, b): pytest.approx(0.6 + b) for key, b in BATCHES}
+        assert flat(table) == {(key, b): pytest.approx(1.25 + b / 8) for key, b in BATCHES}
         assert f"{world} processes" in table.source and timer.sharing == world
         # What was agreed on is what is kept, and what every rank finds the next time.
         again = always(1.0)
