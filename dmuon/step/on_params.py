@@ -616,9 +616,10 @@ class ParamsEngine(Engine):
         on an accelerator), and so are "newton_schulz", the workspace of `Orthogonalizer`, and
         "commit", the copy of a chunk of momentum that masks take. Of the others one is alive at a
         time: "norms" for wider copies of half-precision blocks whose norms are taken, "updates"
-        while an owner computes, a float32 copy of half-precision updates for their RMS, both on a
-        CPU; "passes" for operands on an accelerator that no list kernel takes; "block_step" for
-        what "updates" is there. Norms too small or too large for float32 take copies in float64.
+        while an owner computes, a float32 copy of half-precision updates for their RMS, and
+        "transposes" for a part of a tall matrix, all on a CPU; "passes" for operands on an
+        accelerator that no list kernel takes; "block_step" for what "updates" is there. Norms too
+        small or too large for float32 take copies in float64.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
         found = {"operands": state.workspace.nbytes}
@@ -637,6 +638,9 @@ class ParamsEngine(Engine):
             return 4 * most if is_cpu and itemsize < 4 else 0
 
         found["updates"] = wide_bytes(u for u in self._runtime.units if u.owner == self._rank)
+        owned = [part for b in self._runtime.bound().buckets for part in b.route.owned.parts]
+        turned = [part.box.numel for part in owned if is_cpu and part.transposed]
+        found["transposes"] = itemsize * max(turned, default=0)
         if not self._settings.schedule.always_full:
             found["block_step"] = wide_bytes(stack.unit for stack in self._block_stacks)
         return found

@@ -117,7 +117,7 @@ def peak_bytes(action: Any) -> tuple[int, int]:
 
 
 # Of `step_bytes`, what is alive for a moment only; one at a time.
-TEMPORARIES = ("norms", "updates")
+TEMPORARIES = ("norms", "updates", "transposes")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
