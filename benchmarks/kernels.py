@@ -38,7 +38,7 @@ from benchmarks.results import Row, Rows, command, in_words, row_options, table
 from benchmarks.timing import Laps, first_laps, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
-from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
+from dmuon.kernels.choice import default_restarts, fixed_choice, fixed_speeds, multiplications
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
@@ -135,7 +135,7 @@ def floor_flops(case: Case, dtype: torch.dtype) -> int:
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has no instructions for products of a dtype."""
-    return default_backend(device, dtype) == "torch_rounded"
+    return fixed_speeds(device, dtype).backend == "torch_rounded"
 
 
 # ---- who takes part ------------------------------------------------------------------------

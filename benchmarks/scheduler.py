@@ -26,7 +26,7 @@ import torch
 from benchmarks.executed import executed_rows
 from benchmarks.results import Row, command, table, write
 from dmuon.catalogue import PRESETS, model_specs
-from dmuon.comm.transport import LocalTransport
+from dmuon.comm.transport import Transport
 from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
@@ -137,7 +137,7 @@ def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
     """Costs of this CPU, measured anew."""
     keys = [m.key for m in specs.matrices]
     options = PlannerOptions(profile_budget_s=budget_s, cache_dir=None)
-    return measured_costs(LocalTransport(), keys, torch.device("cpu"), options)
+    return measured_costs(Transport(), keys, torch.device("cpu"), options)
 
 
 def show(rows: list[Row]) -> None:

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dmuon import config, devices, dtensors
 from dmuon.comm import process_groups
 from dmuon.comm.buckets import Slices, slice_boxes
-from dmuon.comm.consensus import attempt, solve_on_first
+from dmuon.comm.consensus import attempt_in_all, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
 from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard
 from dmuon.comm.layout import LayoutRuntime
@@ -38,7 +38,6 @@ from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
 from dmuon.comm.transport import (
     C10dTransport,
-    LocalTransport,
     Transport,
     connect,
     splits_communicators,
@@ -87,13 +86,6 @@ class Given:
     routed: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
     sizes: Callable[[ModelSpecs], StateSizes] = StateSizes.plain
-
-    @property
-    def called(self) -> str:
-        """Who plans, for messages."""
-        if self.before is not None:
-            return "planning again, because parameters were unfrozen or added"
-        return "dmuon.dedicate_params" if self.named is None else "dmuon.Muon"
 
     @property
     def ddp(self) -> DDP | None:
@@ -198,14 +190,12 @@ def plan_given(given: Given, request: Request) -> Ownership:
     timeout_s = getattr(request.options, "timeout_s", None)
     transport = _transport(mesh, given.ddp, timeout_s, dtensors.flaw_of_device(named))
 
-    def topology() -> Topology:
-        parameters = [p for _, p in named]
-        return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
-
+    at = mesh, transport.world, [p for _, p in named], given.ddp, request.planner
     # Never compiled: what is timed is what runs. Where nobody has loaded the compiler it is not
     # loaded for this, which takes seconds.
     is_loaded = "torch._dynamo" in sys.modules
     plan_on_all = torch.compiler.disable(assemble) if is_loaded else assemble
+    topology = partial(mesh_topology, *at)
     ownership = plan_on_all(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
         ddp = given.ddp and {"DDP": given.ddp.process_group}
@@ -226,15 +216,14 @@ def assemble(
     instead of `Transport.subgroup`.
     """
     opened = [transport]
+    what = "dmuon.dedicate_params" if given.named is None else "dmuon.Muon"
+    if given.before is not None:
+        what = "planning again, because parameters were unfrozen or added"
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Everything that can be wrong on one rank is found here.
-        found = attempt(
-            transport,
-            lambda: _inspect(given, request, transport, topology),
-            what=given.called,
-            digest=_Found.text,
-        )
+        inspect = partial(_inspect, given, request, transport, topology)
+        found = attempt_in_all([transport], inspect, what=what, digest=_Found.text)
         if found.held is not None:
             found.reports = transport.gather_objects(found.held)
         if not found.layout.keeps_state_at_owners:
@@ -298,13 +287,9 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
         )  # fmt: skip
         return plan.to_json()
 
-    text = solve_on_first(found.transport, solved)
-    return attempt(
-        found.transport,
-        lambda: OwnershipPlan.from_json(text),
-        what="dmuon.dedicate_params (the plan)",
-        digest=OwnershipPlan.fingerprint,
-    )
+    read = partial(OwnershipPlan.from_json, solve_on_first(found.transport, solved))
+    what, digest = "dmuon.dedicate_params (the plan)", OwnershipPlan.fingerprint
+    return attempt_in_all([found.transport], read, what=what, digest=digest)
 
 
 def _with_slices(
@@ -657,7 +642,7 @@ def _runtime(
             among = [groups.data if dtensors.is_distributed(t) else groups.world for t in tensors]
             process_groups.start_from_first(zip(map(dtensors.local_tensor, tensors), among))
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
-    return attempt(transport, made, what="dmuon.dedicate_params", digest=lambda _: "")
+    return attempt_in_all([transport], made, what="dmuon.dedicate_params")
 
 
 # ---- the ranks that plan and train together ----------------------------------------------
@@ -672,7 +657,7 @@ def _transport(
                 "a mesh was given but torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group() first"
             )
-        return LocalTransport()
+        return Transport()
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
     parent = None

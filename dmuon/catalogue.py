@@ -351,10 +351,8 @@ def _jamba(c: _Config) -> nn.Module:
     rank = c.size("mamba_dt_rank", -(-c.hidden // 16))
     count, width = c.size("num_experts", 16), c.size("intermediate_size")
     every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
-    moe_every, moe_first = (
-        c.size("expert_layer_period", 2),
-        c.size("expert_layer_offset", 1, least=0),
-    )
+    moe_every = c.size("expert_layer_period", 2)
+    moe_first = c.size("expert_layer_offset", 1, least=0)
 
     def layer(index: int) -> nn.Module:
         is_dense = count == 1 or index % moe_every != moe_first
@@ -506,28 +504,9 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        found: Mapping[str, Any] = decode(dict[str, Any], parse(read_text(path)))
-    except OSError as error:
-        raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"{str(path)!r} is no configuration: {error}") from error
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """The configuration of one architecture, and the publication that its numbers are from."""
-
-    config: Mapping[str, Any]
-    source: str
-
-
 _PRESETS = Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {name: Preset(**preset) for name, preset in json.loads(_PRESETS).items()}
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(json.loads(_PRESETS))
+"""The ``config`` of an architecture, and the publication that its numbers are from (``source``)."""
 
 
 def _from_function(text: str, dtype: str | None) -> nn.Module:
@@ -554,10 +533,16 @@ def _from_function(text: str, dtype: str | None) -> nn.Module:
 
 def _load(text: str, dtype: str | None) -> nn.Module:
     if preset := PRESETS.get(text.lower()):
-        return build(preset.config, dtype)
+        return build(preset["config"], dtype)
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
-        return build(_read_config(path), dtype)
+        try:
+            config = decode(dict[str, Any], parse(read_text(path)))
+        except OSError as error:
+            raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"{str(path)!r} is no configuration: {error}") from error
+        return build(config, dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
     # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".

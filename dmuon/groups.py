@@ -13,7 +13,6 @@ import gc
 import operator
 import weakref
 import zlib
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import compress, islice, repeat
@@ -28,7 +27,7 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.rule import rule_of
 from dmuon.scheduler.select import LISTS, THREE_WAYS, Member, Routes, collect, no_matrix, routes_of
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
-from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError
+from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, grouped
 
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
@@ -317,10 +316,8 @@ class Found(NamedTuple):
 
 def names_in(model: nn.Module) -> dict[int, list[str]]:
     """All canonical names of each parameter, by its id."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names[id(p)].append(canonical_name(name))
-    return names
+    named = model.named_parameters(remove_duplicate=False)
+    return grouped((id(p), canonical_name(name)) for name, p in named)
 
 
 def held_by_modules(ids: Set[int]) -> set[int]:
@@ -378,9 +375,7 @@ class _Live:
             modules = _live_modules(also_frozen=True)
             reshard(modules)
             uses = _uses(modules, wanted)
-        own: dict[nn.Module, list[int]] = defaultdict(list)
-        for holder, i in uses:
-            own[holder].append(i)
+        own = grouped(uses)
         self._inside = {module: {*module.modules()} for module in modules}  # itself and all below
         self._uses = {
             module: [i for holder in own.keys() & inside for i in own[holder]]

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from dmuon import devices
-from dmuon.comm.consensus import attempt
-from dmuon.comm.transport import LocalTransport, Transport, Work
+from dmuon.comm.consensus import attempt_in_all
+from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch
 from dmuon.kernels import choice as choosing
@@ -369,7 +369,7 @@ class SliceTimer(OwnerTimer):
     def _allocate(self, fitting: Sequence[Run]) -> None:
         def alone(to: Tensor, source: Tensor, tag: str) -> Work:
             """Receives what it sends, because times may depend on values."""
-            return LocalTransport().all_to_all(to, source, [], [], tag=tag)
+            return Transport().all_to_all(to, source, [], [], tag=tag)
 
         most = max((math.prod(case.shape) for case, _ in fitting), default=0)
         self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
@@ -625,7 +625,7 @@ class _Session:
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
         """The result of ``work`` on each rank; if it failed on one, all raise."""
-        mine = attempt(self.transport, work, what="dmuon: measuring costs", digest=lambda _: "")
+        mine = attempt_in_all([self.transport], work, what="dmuon: measuring costs")
         return self.transport.gather_objects(mine)
 
     def times(

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ from dmuon.groups import (
 )
 from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.kernels.runner import Orthogonalizer
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
@@ -362,11 +363,8 @@ class Muon(Optimizer):
         check_planned_together(transports)
         again = bool(run.engines)
         try:
-            made = attempt_in_all(
-                transports,
-                lambda: self._completed_for(ownerships),
-                digest=lambda made: self._text(made, ownerships),
-            )
+            complete = partial(self._completed_for, ownerships)
+            made = attempt_in_all(transports, complete, digest=partial(self._text, ownerships))
         except Exception:
             if again:
                 self._unbind(ownerships)
@@ -381,7 +379,7 @@ class Muon(Optimizer):
         asked = mine, choice.fixed_speeds(device, mine)
         found = {c for transport in transports for c in transport.gather_objects(asked)}
         ns_dtype, speeds = choice.common_choice(found, device)
-        agreed = run.switches | {"ns_dtype": ns_dtype, "speeds": speeds}
+        agreed = run.switches | {"ns_dtype": ns_dtype}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
@@ -393,7 +391,9 @@ class Muon(Optimizer):
             for o in ownerships:
                 on_params = isinstance(o.runtime, ParamsRuntime)
                 kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
-                run.engines.append(kind(o.runtime, o.telemetry, o.asked.kernels, self, settings))
+                how = o.runtime.device, ns_dtype, o.asked.kernels
+                kernels = Orthogonalizer(*how, speeds=speeds)
+                run.engines.append(kind(o.runtime, o.telemetry, kernels, self, settings))
             run.ownerships, run.accepted = ownerships, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
@@ -455,7 +455,7 @@ class Muon(Optimizer):
         at_owners = (rule_of(own[m.parameter]).bytes(*m.shape) for m in specs.matrices)
         return StateSizes(tuple(per_element), tuple(at_owners))
 
-    def _text(self, made: Sequence[Group], ownerships: Sequence[Ownership]) -> str:
+    def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
         """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""
         # A rank may have a placeholder where another has the weight.
         shapes = {p: spec.shape for p, (spec, _) in _planned(ownerships).items()}
@@ -944,9 +944,8 @@ def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
     >>> _half_ulp(0.02, torch.bfloat16) == 2.0**-14, _half_ulp(1.0, torch.float16) == 2.0**-11
     (True, True)
     """
-    info = torch.finfo(dtype)
-    _, exponent = math.frexp(max(magnitude, info.smallest_normal))
-    return 0.5 * info.eps * math.ldexp(1.0, exponent - 1)
+    info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
+    return 2.0**51 * info.eps * math.ulp(max(magnitude, info.smallest_normal))
 
 
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:

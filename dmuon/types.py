@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +13,8 @@ if TYPE_CHECKING:  # the command line shows its help without torch
     from torch import Tensor
 
 S = TypeVar("S", bound="State")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
@@ -78,6 +81,18 @@ class State(Enum):
                 "model's forward pass"
             )
         return new
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> defaultdict[K, list[V]]:
+    """The values of (key, value) by key, in their order.
+
+    >>> dict(grouped((n % 2, n) for n in range(5)))
+    {0: [0, 2, 4], 1: [1, 3]}
+    """
+    found: defaultdict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return found
 
 
 def printable(text: str) -> str:

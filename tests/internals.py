@@ -7,7 +7,7 @@ from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.consensus import solve_on_first
 from dmuon.comm.dedicated.storage import Layer as DedicatedStorage
 from dmuon.comm.params_runtime import ParamsRuntime
-from dmuon.comm.transport import C10dTransport, LocalTransport, Transport, Work, timeout_of
+from dmuon.comm.transport import C10dTransport, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
 from dmuon.devices import SideStream, host_can_read
 from dmuon.kernels.runner import Orthogonalizer
@@ -25,7 +25,6 @@ __all__ = [
     "Given",
     "Hyper",
     "IssuedWork",
-    "LocalTransport",
     "Orthogonalizer",
     "OwnerState",
     "OwnersEngine",

@@ -28,7 +28,7 @@ from dmuon.config import BATCH_BUCKETS
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
-from dmuon.types import OwnershipError
+from dmuon.types import OwnershipError, grouped
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 _BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
@@ -74,19 +74,16 @@ class Slices:
                     "this parameter out of splits/heads, or use layout='sharded' or 'replicated'"
                 )
             self.matrices_of[matrix.parameter].append(i)
-        # A parameter that is whole everywhere is one that each of these ranks replicates.
-        reports = tuple(
-            RankShards.of(
-                t,
-                [
-                    LocalShard(together, (t,), Box.at_origin(spec.shape))
-                    if cut is None
-                    else LocalShard(together, (), cut[t])
-                    for spec, cut in zip(specs.parameters, boxes, strict=True)
-                ],
-            )
-            for t in together
-        )
+
+        def held(p: int, t: int) -> LocalShard:
+            cut = boxes[p]
+            if cut is not None:
+                return LocalShard(together, (), cut[t])
+            # Whole everywhere: each of these ranks replicates it.
+            return LocalShard(together, (t,), Box.at_origin(specs.parameters[p].shape))
+
+        every = range(len(specs.parameters))
+        reports = tuple(RankShards.of(t, [held(p, t) for p in every]) for t in together)
         copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
         self.shards = ShardMap(specs, reports, copies, holders)
         # (replica, shard, tensor) of the owner of each matrix.
@@ -297,9 +294,7 @@ def publish_buckets(
     """The units whose results leave in one broadcast each, with their owner, in the order of their
     predicted completion. Each owner fills its buckets in its order of execution, up to about
     ``bucket_bytes`` in a dtype of ``item`` bytes."""
-    by_owner: dict[int, list[int]] = defaultdict(list)
-    for u, unit in enumerate(units):
-        by_owner[unit.owner].append(u)
+    by_owner = grouped((unit.owner, u) for u, unit in enumerate(units))
     done = []
     for owner, mine in by_owner.items():
         clock = 0.0
@@ -325,9 +320,7 @@ def cut_buckets(
     more, so that none is larger than that or one unit. A unit with co-owners is in one bucket on
     all of them.
     """
-    by_owner: dict[int, list[int]] = defaultdict(list)
-    for u in travelling:
-        by_owner[units[u].owner].append(u)
+    by_owner = grouped((units[u].owner, u) for u in travelling)
     if not by_owner:
         return ()
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())

@@ -7,16 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from dmuon.comm.transport import Transport
-from dmuon.types import ConsensusError, first_of
+from dmuon.types import ConsensusError, first_of, grouped
 
 T = TypeVar("T")
-
-
-def attempt(
-    transport: Transport, work: Callable[[], T], *, what: str, digest: Callable[[T], str]
-) -> T:
-    """`attempt_in_all` over one mesh."""
-    return attempt_in_all([transport], work, what=what, digest=digest)
 
 
 def attempt_in_all(
@@ -91,9 +84,7 @@ def different(values: Sequence[Mapping[str, str]]) -> str:
     """
     found = []
     for name in dict.fromkeys(name for each in values for name in each):
-        where: dict[str, list[int]] = {}
-        for rank, each in enumerate(values):
-            where.setdefault(each.get(name, "missing"), []).append(rank)
+        where = grouped((each.get(name, "missing"), rank) for rank, each in enumerate(values))
         if len(where) > 1:
             places = [f"{value} on {_ranks(ranks)}" for value, ranks in where.items()]
             found.append(f"{name} is {first_of(places)}")

@@ -254,10 +254,9 @@ class ReducedRuntime(OwnersRuntime):
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
-        self.reducer = reduction.GradientReducer(
-            self.parameters, self.process_groups, buckets, owned
-        )
-        self._install_hooks(self.reducer)
+        reducer = reduction.GradientReducer(self.parameters, self.process_groups, buckets, owned)
+        self.reducer = reducer
+        self._install_hooks(reducer)
 
     def _install_hooks(self, reducer: reduction.GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.transport import LocalTransport, Meter, Transport
+from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
@@ -169,7 +169,7 @@ def check_launched(caller: str) -> None:
 
 def check_planned_together(transports: Sequence[Transport]) -> None:
     """Raise OwnershipError if a plan was made before this process got to know the others."""
-    alone = any(isinstance(transport, LocalTransport) for transport in transports)
+    alone = any(type(transport) is Transport for transport in transports)
     if alone and is_initialized() and dist.get_world_size() > 1:
         raise OwnershipError(
             "dmuon.Muon: the model was dedicated in a world of one process, before "

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -40,7 +41,7 @@ from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
-from dmuon.types import DmuonError, OwnershipError, State
+from dmuon.types import DmuonError, OwnershipError, State, grouped
 
 # ---- stacks of a unit ------------------------------------------------------------------------
 
@@ -196,6 +197,7 @@ class _LiveBucket:
 
     def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
         self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
+        self._scale = 1.0 / math.prod(owned.slices.grid.shape[:2])  # over the data ranks
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
         for live in self.segments:
             for span, view in zip(live.segment.spans, live.views, strict=True):
@@ -204,8 +206,7 @@ class _LiveBucket:
         # By dtype: the segments that go to owners, and for each shard coordinate what it gets.
         self._reduced: list[tuple[list[_LiveSegment], list[Tensor]]] = []
         owned_ones = [live for live in self.segments if live.segment.shard != EVERYONE]
-        for dtype in dict.fromkeys(live.segment.dtype for live in owned_ones):
-            mine = [live for live in owned_ones if live.segment.dtype == dtype]
+        for mine in grouped((live.segment.dtype, live) for live in owned_ones).values():
             parts = [mine[0].buffer.flat[:0]] * owned.slices.grid.shape[1]
             for live in mine:
                 parts[live.segment.shard] = live.buffer.flat
@@ -220,8 +221,8 @@ class _LiveBucket:
             live.works = [groups.data.all_reduce(live.buffer.flat, tag="rest")]
         groups.meter["gradients"] += sum(live.buffer.flat.nbytes for live in self.segments)
 
-    def fill(self, parameter: int, grad: Tensor | None, scale: float, *, add: bool) -> None:
-        """Write, or add, ``scale * grad`` (zeros for None) where the parameter's gradient
+    def fill(self, parameter: int, grad: Tensor | None, *, add: bool) -> None:
+        """Write, or add, a parameter's share of the mean gradient (zeros for None) where it
         travels."""
         for live in self.segments:
             live.buffer.hold()
@@ -232,11 +233,11 @@ class _LiveBucket:
                 continue
             part = flat.narrow(0, start, view.numel())
             if add:
-                view.add_(part, alpha=scale)
+                view.add_(part, alpha=self._scale)
             elif part.dtype is view.dtype:
-                torch.mul(part, scale, out=view)
+                torch.mul(part, self._scale, out=view)
             else:
-                view.copy_(part).mul_(scale)  # in the wider dtype
+                view.copy_(part).mul_(self._scale)  # in the wider dtype
 
 
 class _Flags:
@@ -303,6 +304,7 @@ class _Round:
         self.launched = 0  # buckets
 
 
+@dataclass(eq=False, repr=False)
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
@@ -311,15 +313,13 @@ class GradientReducer:
     parameter: more than one where its storage changed its dtype between uses.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        process_groups: ProcessGroups,
-        buckets: Sequence[GradientBucket],
-        owned: OwnedGradients,
-    ) -> None:
-        self.parameters = parameters
-        self.owned = owned
+    parameters: Sequence[nn.Parameter]
+    _groups: ProcessGroups
+    buckets: InitVar[Sequence[GradientBucket]]
+    owned: OwnedGradients
+
+    def __post_init__(self, buckets: Sequence[GradientBucket]) -> None:
+        parameters, owned = self.parameters, self.owned
         self.sync = True
         self.state = RoundState.NONE
         self.rounds = 0  # that have ended since `clear`
@@ -327,11 +327,9 @@ class GradientReducer:
         self.expected = dict.fromkeys(range(len(parameters)), 1)
         # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
-        self._groups = process_groups
-        self._scale = 1.0 / math.prod(owned.slices.grid.shape[:2])  # over the data ranks
         device = parameters[0].device
         names = [spec.name for spec in owned.slices.plan.specs.parameters]
-        self.flags = _Flags(names, process_groups, device)
+        self.flags = _Flags(names, self._groups, device)
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
@@ -357,11 +355,8 @@ class GradientReducer:
 
     def missing(self) -> list[str]:
         """Names of the parameters without a gradient, taken or not, in this round."""
-        return [
-            self._name(p)
-            for p in self._bucket_of
-            if not self._round.arrived[p] and self.parameters[p].grad is None
-        ]
+        not_taken = [p for p in self._bucket_of if not self._round.arrived[p]]
+        return [self._name(p) for p in not_taken if self.parameters[p].grad is None]
 
     def begin(self) -> None:
         """Start a round. One that a failed backward left open was finished before; DDP refuses to
@@ -392,7 +387,7 @@ class GradientReducer:
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
             add = again and self._is_matrix(parameter)
-            self._buckets[b].fill(parameter, grad, self._scale, add=add)
+            self._buckets[b].fill(parameter, grad, add=add)
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
             found.waiting[b].discard(parameter)

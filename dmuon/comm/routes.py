@@ -329,15 +329,9 @@ def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> t
         for (b, _), members in groupby(placed, lambda place: (place[0], place[1] - place[2])):
             run = list(members)
             (_, k, j), block, count = run[0], blocks.parts[b], len(run)
-            found.append(
-                Cut(
-                    part.start + j * part.box.numel,
-                    (count, *part.box.shape),
-                    block.start + k * block.box.numel,
-                    (count, *block.box.shape),
-                    in_matrix.within(block.box),
-                )
-            )
+            piece = part.start + j * part.box.numel, (count, *part.box.shape)
+            whole = block.start + k * block.box.numel, (count, *block.box.shape)
+            found.append(Cut(*piece, *whole, in_matrix.within(block.box)))
     return tuple(found)
 
 

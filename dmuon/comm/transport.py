@@ -45,8 +45,8 @@ class Transport:
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
-    their purpose. Object operations block. What is here is right for one rank: every collective is
-    the identity.
+    their purpose. Object operations block. This one is of one rank without a process group: every
+    collective is the identity.
     """
 
     rank = 0
@@ -108,10 +108,6 @@ class Transport:
 
     def close(self) -> None:
         """Release what the transport made for itself."""
-
-
-class LocalTransport(Transport):
-    """One rank, no process group."""
 
 
 @dataclass(slots=True, eq=False)

@@ -93,8 +93,11 @@ class Speeds(NamedTuple):
 
 def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
     """`Speeds` where nothing was measured: those of a CPU with AVX-512 BF16."""
-    call = 1.3e7 if dtype.itemsize <= 2 else 3e5
-    return Speeds(default_backend(device, dtype), call, LEAST_STRIP)
+    call, backend = 1.3e7 if dtype.itemsize <= 2 else 3e5, "torch"
+    if devices.of(device).is_cpu:
+        emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
+        backend = "torch_rounded" if emulated else "torch_strips"
+    return Speeds(backend, call, LEAST_STRIP)
 
 
 def choose_method(
@@ -133,14 +136,6 @@ def restarts_of(method: object) -> tuple[int, ...] | None:
             f"'gram[2]', found {method!r}"
         )
     return None if given is None else tuple(map(int, given[1].split(",")))
-
-
-def default_backend(device: Device, dtype: torch.dtype) -> str:
-    """The backend of a device where nothing was measured."""
-    if not devices.of(device).is_cpu:
-        return "torch"
-    emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
-    return "torch_rounded" if emulated else "torch_strips"
 
 
 def common_choice(

@@ -93,6 +93,7 @@ class _Prepared:
     replay: Callable[[], object] | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
@@ -107,21 +108,17 @@ class Orthogonalizer:
     has its own workspace and no graphs yet.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
-        capture: Capture | None = None,
-        speeds: Speeds | None = None,
-    ) -> None:
-        self.device, self.dtype, self.options = device, dtype, options
-        self._speeds = speeds
-        self._capture = capture
-        if capture is None and options.cuda_graphs is not False:
-            self._capture = devices.of(device).graphs()
+    device: torch.device
+    dtype: torch.dtype
+    options: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    capture: Capture | None = None
+    speeds: Speeds | None = None
+
+    def __post_init__(self) -> None:
+        if self.capture is None and self.options.cuda_graphs is not False:
+            self.capture = devices.of(self.device).graphs()
         self._failure = ""
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         # By call and the id of its operand, which is kept with it; None: the call's own operand.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
         self._slices: dict[tuple[Call, int], Callable[[Tensor], Steps]] = {}
@@ -167,16 +164,16 @@ class Orthogonalizer:
         self._planned = {call.shape for call, _ in planned}
         self._most = 8 * (len(planned) + sum(map(len, groups))) + _OTHERS
         self._ran = {}
-        if isinstance(self._capture, CudaGraphs):  # those of before are gone, and so is their pool
-            self._capture = CudaGraphs(self.device)
+        if isinstance(self.capture, CudaGraphs):  # those of before are gone, and so is their pool
+            self.capture = CudaGraphs(self.device)
         found = [self._prepare(call, x) for call, x in planned]
         for group in groups:
             self._prepare_slices(group, _Memory(self._memory))
         with no_autocast(self.device):
             for one in found if capture else ():
-                if self._capture is not None and one.may_capture:
+                if self.capture is not None and one.may_capture:
                     one.result = one.run()
-                    one.replay = self._recorded(self._capture, one.run)
+                    one.replay = self._recorded(self.capture, one.run)
 
     def _prepare_slices(
         self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory
@@ -245,10 +242,10 @@ class Orthogonalizer:
                 found.replay()
             elif found.result is None:
                 found.result = found.run()
-            elif self._capture is None or not found.may_capture:
+            elif self.capture is None or not found.may_capture:
                 found.run()
             else:
-                found.replay = self._recorded(self._capture, found.run)
+                found.replay = self._recorded(self.capture, found.run)
                 (found.replay or found.run)()
             return found.result  # type: ignore[return-value]
 
@@ -256,7 +253,7 @@ class Orthogonalizer:
         try:
             return capture(run)
         except Exception as error:  # any kind: the driver's, the allocator's, of torch without CUDA
-            self._capture = None
+            self.capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
             warnings.warn(
                 f"dmuon: CUDA graphs are off, a capture failed ({self._failure}). Training goes on "
@@ -322,7 +319,7 @@ class Orthogonalizer:
         if is_slice and restarts is None:
             method = "gram"
         _, m, n = call.shape
-        how = method, self.options.backend, self._speeds
+        how = method, self.options.backend, self.speeds
         return fixed_choice(m, n, self.dtype, self.device, steps, *how)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
@@ -343,7 +340,7 @@ class Orthogonalizer:
         """The kernels that ran so far, by shape; the workspace; the state of graphs."""
         kept = {id(one): one for one in self._prepared.values() if one.may_capture}
         graphs = f"off: {self._failure}" if self._failure else "off"
-        if self._capture is not None:
+        if self.capture is not None:
             captured = sum(one.replay is not None for one in kept.values())
             graphs = f"{captured} of {len(kept)} captured"
         return {

@@ -35,7 +35,6 @@ _MAX_PARTS = 1024  # of a tensor
 _TABLES = 1024  # that are kept; each has a few numbers for a tensor
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-Lists = Sequence[Sequence[Tensor]]
 
 
 # ---- shared by kernels ---------------------------------------------------------------------

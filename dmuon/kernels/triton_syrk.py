@@ -243,33 +243,12 @@ def _store_on_diagonal(
 
 @triton.jit
 def symm_kernel(
-    a_ptr,
-    bt_ptr,
-    c_ptr,
-    out_ptr,
-    plain_ptr,
-    m,
-    k,
-    a_batch,
-    a_row,
-    a_col,
-    bt_batch,
-    bt_row,
-    bt_col,
-    c_batch,
-    c_row,
-    out_batch,
-    out_row,
-    alpha,
-    beta,
-    diag,
-    HAS_C: tl.constexpr,
-    HAS_PLAIN: tl.constexpr,
-    MASK: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, bt_ptr, c_ptr, out_ptr, plain_ptr, m, k,
+    a_batch, a_row, a_col, bt_batch, bt_row, bt_col, c_batch, c_row, out_batch, out_row,
+    alpha, beta, diag,
+    HAS_C: tl.constexpr, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One tile of the lower triangle of one matrix, and its mirror image; see `symm_mm`."""
     tiles = tl.cdiv(m, BLOCK)
     triangle = tiles * (tiles + 1) // 2

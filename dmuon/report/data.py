@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -25,7 +25,7 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
 from dmuon.scheduler.topology import Contention, contention, natural_key
-from dmuon.types import Algorithm
+from dmuon.types import Algorithm, grouped
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
 REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
@@ -173,9 +173,7 @@ class LoadBalanceReport:
     @cached_property
     def shapes(self) -> tuple[ShapeUse, ...]:
         """Every shape with its batches, the costliest first."""
-        by_key: dict[ShapeKey, list[Batch]] = defaultdict(list)
-        for batch in self.plan.batches:
-            by_key[_key_of(self.plan, batch)].append(batch)
+        by_key = grouped((_key_of(self.plan, batch), batch) for batch in self.plan.batches)
         prices = {row.key: row for row in self.plan.prices}
         found = []
         for key, batches in by_key.items():
@@ -191,10 +189,8 @@ class LoadBalanceReport:
     @cached_property
     def shared(self) -> tuple[SharedShape, ...]:
         """The shapes whose matrices have co-owners, the costliest first."""
-        by_key: dict[tuple[ShapeKey, int], list[Batch]] = defaultdict(list)
-        for batch in self.plan.batches:
-            if batch.co_owners:
-                by_key[_key_of(self.plan, batch), len(batch.co_owners)].append(batch)
+        shared = [batch for batch in self.plan.batches if batch.co_owners]
+        by_key = grouped(((_key_of(self.plan, b), len(b.co_owners)), b) for b in shared)
         alone = {row.key: row.ms[0] for row in self.plan.prices}
         found = [
             SharedShape(
@@ -371,10 +367,8 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
             predicted[rank] += batch.ms
             what = _key_of(plan, batch), len(batch.matrices), f"{batch.kernel} {len(batch.ranks)}"
             runs[rank][what] += 1
-    same: dict[frozenset[Any], list[float]] = defaultdict(list)
     works = [frozenset(run.items()) for run in runs]
-    for work, ms in zip(works, measured_ms, strict=True):
-        same[work].append(ms)
+    same = grouped(zip(works, measured_ms, strict=True))
     # The time of each rank if it were as fast as the mean of those that do the same work.
     alike = [sum(same[work]) / len(same[work]) for work in works]
     loads, alike_loads = (
@@ -542,9 +536,9 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def _domains(plan: OwnershipPlan) -> Iterator[str]:
     """Which ranks may own how many matrices, where not every rank may own all."""
-    by_size: dict[int, list[int]] = defaultdict(list)  # matrices of each domain of so many ranks
-    for domain, count in Counter(plan.limits.domain_of).items():
-        by_size[len(plan.limits.domains[domain])].append(count)
+    counted = Counter(plan.limits.domain_of).items()
+    # The matrices of each domain of so many ranks.
+    by_size = grouped((len(plan.limits.domains[domain]), count) for domain, count in counted)
     for size, counts in sorted(by_size.items(), reverse=True):
         where = f"one of {size} ranks ({count_text(len(counts), 'such set')})"
         if size in (1, plan.topology.world):
@@ -648,9 +642,8 @@ def _shape_table(report: LoadBalanceReport) -> render.Table:
 
 def _parameter_table(plan: OwnershipPlan) -> render.Table:
     """Which algorithm updates what, and why; names that differ in numbers alone are folded."""
-    alike: dict[tuple[Algorithm, tuple[int, ...], str], list[str]] = defaultdict(list)
-    for p in plan.specs.parameters + plan.specs.frozen:
-        alike[p.algorithm, p.shape, p.reason].append(p.name)
+    everything = plan.specs.parameters + plan.specs.frozen
+    alike = grouped(((p.algorithm, p.shape, p.reason), p.name) for p in everything)
     order = sorted(alike, key=lambda key: list(Algorithm).index(key[0]))
     rows = [
         [pattern, str(count), " x ".join(map(str, shape)), algorithm.value, reason]

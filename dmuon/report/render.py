@@ -22,7 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dmuon.types import printable
+from dmuon.types import grouped, printable
 
 WIDTH = 100  # columns
 _MOST_RUNS = 8  # of numbers inside one pair of braces
@@ -127,9 +127,8 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
 
 def _rich_list(table: Table) -> Text:
     """Rows by their last cells."""
-    below: defaultdict[str, list[Sequence[str]]] = defaultdict(list)
-    for row in table.rows:
-        below[": ".join(filter(None, row[-table.reasons :]))].append(row[: -table.reasons])
+    end = -table.reasons
+    below = grouped((": ".join(filter(None, row[end:])), row[:end]) for row in table.rows)
     columns = list(zip(*(row[1:] for rows in below.values() for row in rows), strict=True))
     widths = [max(map(len, column)) for column in columns]
     found = Text(no_wrap=True, overflow="ignore").append(table.title, "bold")

@@ -35,7 +35,8 @@ from dataclasses import replace
 import numpy as np
 
 from dmuon.scheduler.plan import Dual, Proof
-from dmuon.scheduler.problem import Counts, Frontier, Ints, Option, Problem, Shape, frontier
+from dmuon.scheduler.problem import Counts, Frontier, Ints, Option, Problem, frontier
+from dmuon.types import grouped
 
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
@@ -210,12 +211,9 @@ def relaxed(problem: Problem) -> Problem:
     takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
     if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
         return problem  # none are alike, or alike domains overlap: as one they would say too little
-    alike: dict[int, list[Shape]] = defaultdict(list)
-    for number, shape in zip(shapes, problem.shapes, strict=True):
-        alike[number].append(shape)
+    alike = grouped(zip(shapes, problem.shapes, strict=True))
     merged = []
-    for number in range(len(set(classes))):
-        those = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
+    for number, those in grouped(zip(classes, problem.classes, strict=True)).items():
         ranks = sorted(rank for c in those for rank in c.ranks)
         allowed = tuple(shape in takes[classes.index(number)] for shape in alike)
         merged.append(replace(those[0], ranks=tuple(ranks), allowed=allowed))

@@ -28,7 +28,7 @@ from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ShapeKey
 from dmuon.scheduler.topology import Topology
-from dmuon.types import PlanError
+from dmuon.types import PlanError, grouped
 
 SIZES = (2, 4, 8)
 GAIN = 0.05  # of the makespan: what "auto" asks for
@@ -67,9 +67,7 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     >>> blocks_of(range(6), Topology.flat(6, ranks_per_node=3), 2)
     [(0, 1), (3, 4)]
     """
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        nodes[topology.node(rank)].append(rank)
+    nodes = grouped((topology.node(rank), rank) for rank in sorted(ranks))
     inside, across = (
         [tuple(s[i : i + size]) for s in sets for i in range(0, len(s) - size + 1, size)]
         for sets in (nodes.values(), [sorted(ranks)])

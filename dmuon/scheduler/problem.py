@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from dmuon.scheduler.json_files import MOST_MS
 from dmuon.scheduler.specs import MatrixSpec, OwnerLimits, ShapeKey
-from dmuon.types import Layout, SizeError
+from dmuon.types import Layout, SizeError, grouped
 
 Ints = npt.NDArray[np.int64]
 Counts = Ints  # [ranks, shapes]
@@ -255,10 +255,9 @@ def _groups(
     Of equal shapes the domains' ranks decide, because the numbers of domains depend on the order
     in which they were found; and of equal domains a matrix's name.
     """
-    members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
-    for i, matrix in enumerate(matrices):
-        if i not in without:
-            members[matrix.key, limits.domain_of[i] if limits.domain_of else -1].append(i)
+    domain_of = limits.domain_of or (-1,) * len(matrices)
+    dealt_out = (i for i in range(len(matrices)) if i not in without)
+    members = grouped(((matrices[i].key, domain_of[i]), i) for i in dealt_out)
     ranks = {-1: ()} | {i: tuple(sorted(domain)) for i, domain in enumerate(limits.domains)}
     name = {group: min(matrices[i].name for i in mine) for group, mine in members.items()}
     order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp[0], ranks[kp[1]], name[kp]))

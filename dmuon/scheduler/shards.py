@@ -16,13 +16,12 @@ matrices of their own, each with an owner among the ranks that hold it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
-from dmuon.types import INTERLEAVED, OwnershipError
+from dmuon.types import INTERLEAVED, OwnershipError, grouped
 
 # ---- who holds what ----------------------------------------------------------------------
 
@@ -110,17 +109,18 @@ class ShardMap:
 
     def is_replicated(self, matrix: int) -> bool:
         """True if several ranks hold the same part of a matrix."""
-        return self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]] > 1
+        return self._replicas[matrix] > 1
 
     def is_everywhere(self, matrix: int) -> bool:
         """True if there are several ranks, and each of them holds the whole matrix."""
-        replicas = self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]]
-        return replicas == self.world > 1
+        return self._replicas[matrix] == self.world > 1
 
     @cached_property
-    def _replicas(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        keys = {(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)}
-        return {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in keys}
+    def _replicas(self) -> list[int]:
+        """In how many replicas the holders of each matrix have it."""
+        keys = [(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)]
+        found = {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in {*keys}}
+        return [found[key] for key in keys]
 
     def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same part of a matrix as ``rank``, which holds some of it, itself
@@ -139,9 +139,7 @@ class ShardMap:
         """Who has which box of a matrix's parameter."""
         key = parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
         if key not in self._alike:
-            found: dict[Box, list[int]] = defaultdict(list)
-            for rank in holders:
-                found[self.shard(rank, parameter).box].append(rank)
+            found = grouped((self.shard(rank, parameter).box, rank) for rank in holders)
             self._alike[key] = {box: tuple(ranks) for box, ranks in found.items()}
         return self._alike[key]
 
@@ -218,9 +216,7 @@ def _copies(
     name: str, ranks_of: Sequence[tuple[int, ...]], mesh_rank: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
     """Sets of ranks that each hold a copy of a parameter, from the ranks that each rank names."""
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, ranks in enumerate(ranks_of):
-        groups[ranks].append(rank)
+    groups = grouped((ranks, rank) for rank, ranks in enumerate(ranks_of))
     for ranks, reporters in groups.items():
         missing = [r for r in ranks if r not in mesh_rank]
         if missing:

@@ -16,7 +16,7 @@ computes it again. Work limits come first, the wall clock is the last one.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, S
 from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, launch_order, layer_of, place
-from dmuon.types import Layout, PlanError
+from dmuon.types import Layout, PlanError, grouped
 
 _MOST_DOMAINS = 8  # filled by themselves, after which the others are no longer the busiest
 _FIRST_WORK = 1_500_000
@@ -261,10 +261,7 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
 def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     """The owners of each domain filled by themselves with a share of the matrices, the busiest
     first; the ``counts`` known where that is no better."""
-    by_allowed: dict[tuple[bool, ...], list[OwnerClass]] = defaultdict(list)
-    for owner in problem.classes:
-        by_allowed[owner.allowed].append(owner)
-    domains = list(by_allowed.values())
+    domains = list(grouped((owner.allowed, owner) for owner in problem.classes).values())
     found: dict[Problem, Counts] = {}
     parts = []
     for domain, share in zip(domains, _shares(problem, domains), strict=True):
@@ -446,9 +443,7 @@ def _batches(
     rows = {(row.key, row.co_owners if isinstance(row, SharedPrice) else 1): row for row in prices}
     made = []
     for shape in (*problem.shapes, *(shape for _, shape in problem.forced)):
-        held: dict[Block, list[int]] = defaultdict(list)
-        for i in sorted(shape.members, key=position.__getitem__):
-            held[owners[i]].append(i)
+        held = grouped((owners[i], i) for i in sorted(shape.members, key=position.__getitem__))
         for block, mine in held.items():
             row, priced = rows[shape.key, len(block)], shape
             if isinstance(row, SharedPrice):

@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dmuon.types import DmuonError
+from dmuon.types import DmuonError, grouped
 
 MAX_RANKS = 100_000
 _Matrix = tuple[int, str]  # shape and layer
@@ -313,10 +313,7 @@ def _in_order(matrices: Sequence[_Matrix], patterns: Sequence[_Pattern]) -> list
 def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
     """The positions that take a shape's matrices, the first one last. Owners that take equally many
     go one after the other, in as many rounds, which are spread over the shape's matrices."""
-    takers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for position, pattern in enumerate(patterns):
-        for entry in pattern:
-            takers[entry].append(position)
+    takers = grouped((entry, p) for p, pattern in enumerate(patterns) for entry in pattern)
     turns: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for (shape, rounds), alike in takers.items():
         total = rounds * len(alike)
@@ -339,9 +336,7 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
         held[layer, position] += 1
         positions[i] = position
 
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for i, (shape, _) in enumerate(matrices):
-        members[shape].append(i)
+    members = grouped((shape, i) for i, (shape, _) in enumerate(matrices))
     for same in members.values():
         for at, i in enumerate(same):
             layer, mine = layers[i], positions[i]

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
-from dmuon.config import KernelOptions
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
 from dmuon.dtensors import copy_state, distributed_as, local_tensor, placed, whole_tensor
-from dmuon.kernels.choice import Speeds
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule, is_exchange_step
@@ -42,7 +41,7 @@ from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -59,7 +58,6 @@ class Settings:
     schedule: Schedule
     digest: HyperDigest
     ns_dtype: torch.dtype
-    speeds: Speeds  # of all ranks, where neither the plan nor the options name a kernel
     publish: str
     master_weights: bool
     block_lr_ratio: float | None
@@ -90,29 +88,22 @@ class Skips:
     told_of_eps: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Engine(ABC):
     """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
-    ``optimizer`` is made at construction."""
+    the optimizer is made at construction."""
 
-    _message: VerdictMessage
+    _runtime: LayoutRuntime
+    _telemetry: StepTelemetry
+    _kernels: Orthogonalizer
+    _optimizer: Optimizer
+    _settings: Settings
+    _message: VerdictMessage = field(init=False)
     _are_raw = False  # operands, see `tensors.are_raw`
 
-    def __init__(
-        self,
-        runtime: LayoutRuntime,
-        telemetry: StepTelemetry,
-        options: KernelOptions,
-        optimizer: Optimizer,
-        settings: Settings,
-    ) -> None:
-        self._runtime = runtime
-        self._telemetry = telemetry
-        self._optimizer = optimizer
-        self._settings = settings
-        self._kernels = Orthogonalizer(
-            runtime.device, settings.ns_dtype, options, speeds=settings.speeds
-        )
-        runtime.one_by_one = options.is_fixed
+    def __post_init__(self) -> None:
+        runtime, optimizer, settings = self._runtime, self._optimizer, self._settings
+        runtime.one_by_one = self._kernels.options.is_fixed
         self._amp = Amp()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips()
@@ -296,7 +287,7 @@ class Engine(ABC):
                     reason = "not finite, which no gradient can mend (load an older checkpoint)"
                 elif share > _FULL:
                     reason = (
-                        f"at the end of the range of {str(momentum.dtype).removeprefix('torch.')} "
+                        f"at the end of the range of {dtype_name(momentum.dtype)} "
                         "(clip gradients, scale the loss down, or use momentum_mode='ema')"
                     )
             found.append((name, reason))
@@ -348,10 +339,8 @@ class Engine(ABC):
         found = []
         for s in samples if self.skips.finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
-            how = self._settings.ns_dtype, self._kernels.options
-            found += s.deviations(
-                self._rules[group], self._groups[group], self._hypers[group], *how
-            )
+            how = self._rules[group], self._groups[group], self._hypers[group]
+            found += s.deviations(*how, self._settings.ns_dtype, self._kernels.options)
         if samples:
             self.verifier.judge(found, self._runtime.plan, self._runtime.transport)
 
@@ -454,27 +443,23 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
     a unit."""
     if not unit.transposed:
         return [(False, [*range(len(where))])]
-    turned = [unit.holds_transpose(k) for k in where]
-    split = [
-        (t, [n for n, is_turned in enumerate(turned) if is_turned == t]) for t in (False, True)
-    ]
-    return [(t, at) for t, at in split if at]
+    return sorted(grouped((unit.holds_transpose(k), n) for n, k in enumerate(where)).items())
 
 
+@dataclass(eq=False, repr=False)
 class KeptByRules:
     """What variants keep of each matrix, with its owner; nothing where all groups are plain.
 
     Where several groups of ranks hold copies of a parameter, each copy has its own owners.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        group_of: Sequence[int],
-        runtime: LayoutRuntime,
-        ns_dtype: torch.dtype,
-    ) -> None:
-        self._rules, self._group_of, self._runtime = rules, group_of, runtime
+    _rules: Sequence[Rule]
+    _group_of: Sequence[int]
+    _runtime: LayoutRuntime
+    ns_dtype: InitVar[torch.dtype]
+
+    def __post_init__(self, ns_dtype: torch.dtype) -> None:
+        rules, group_of, runtime = self._rules, self._group_of, self._runtime
         first = {group_of[i]: m for i, m in reversed([*enumerate(runtime.plan.specs.matrices)])}
         for g, matrix in sorted(first.items()):
             if not rules[g].is_plain:
@@ -518,15 +503,14 @@ class KeptByRules:
         where = range(len(unit.matrices)) if where is None else where
         for is_turned, at in orientations(unit, where):
             matrices = [unit.matrices[where[n]] for n in at]
-            is_all = len(at) == len(update)
-            part = update if is_all else torch.stack([update[n] for n in at])
+            part = rows_of(update, at)
             kept = {
                 spec.name: [self._tensors[spec.name][i] for i in matrices] for spec in rule.state
             }
             stacks = {name: torch.stack(each) for name, each in kept.items()}
             rule.accepted(part.mT if is_turned else part, stacks)
-            if not is_all:
-                torch._foreach_copy_([update[n] for n in at], list(part.unbind()))
+            if part is not update:
+                set_rows(update, at, part)
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
@@ -534,9 +518,8 @@ class KeptByRules:
         """What is kept of each parameter (None: of all) in one row, of its matrices in order."""
         specs = self._runtime.plan.specs
         for p in self._members if parameters is None else parameters:
-            members, copies = self._members.get(p, []), defaultdict(list)
-            for i in members:
-                copies[specs.matrices[i].box(specs.parameters[p].shape)].append(i)
+            members, shape = self._members.get(p, []), specs.parameters[p].shape
+            copies = grouped((specs.matrices[i].box(shape), i) for i in members)
             for spec in self._rules[self._group_of[members[0]]].state if members else ():
                 places, end = [], 0
                 for copy in copies.values():
@@ -549,6 +532,7 @@ class KeptByRules:
 # ---- times -------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class StepTelemetry:
     """Newton-Schulz milliseconds of every rank of an ownership, at no cost to the step.
 
@@ -561,21 +545,16 @@ class StepTelemetry:
                                     `-> waited for in the next step, when it has long arrived
 
     ``watch`` times the current step; `begin_step` and `finish_step` enclose a step's work. Where a
-    rank's times are far from ``planned_ms`` (None: not comparable), it warns once.
+    rank's times are far from ``_planned_ms`` (None: not comparable), it warns once.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        meter: Meter,
-        device: torch.device,
-        planned_ms: float | None = None,
-    ) -> None:
-        self.watch = Stopwatch(device)
-        self._transport = transport
-        self._meter = meter
-        self._device = device
-        self._planned_ms = planned_ms
+    _transport: Transport
+    _meter: Meter
+    _device: torch.device
+    _planned_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self._device)
         self._steps = 0
         self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
         self._exchange: tuple[Work, Tensor] | None = None

@@ -188,10 +188,8 @@ class VerdictMessage:
         norms = norms.to(vector.device)
         vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
         bad = vector[fields.end + _BAD]
-        found.not_finite = [
-            (of, values.isfinite().logical_not_())
-            for of, values in ((fields.matrices, norms), *checked)
-        ]
+        every = (fields.matrices, norms), *checked
+        found.not_finite = [(of, values.isfinite().logical_not_()) for of, values in every]
         for _, flags in found.not_finite:
             bad.add_(flags.sum().to(vector.device))
         if found_inf is not None:
@@ -309,9 +307,8 @@ class VerdictMessage:
             bad = None
             if not all(values[flag] for flag in fields.block_flags):
                 bad = vector.index_select(0, fields.block_flag_index) == 0
-            return Verdict(
-                True, bad, {p: True for p, f in enumerate(fields.flags) if not values[f]}
-            )
+            absent = {p: True for p, f in enumerate(fields.flags) if not values[f]}
+            return Verdict(True, bad, absent)
         self.note(vector, spread)
         last = vector[fields.end : fields.end + _NEW]
         ok = (last == self._expected).all() & shared.isfinite().all()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import dedicate_params
-from dmuon.comm.consensus import attempt
+from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.process_groups import check_launched
 from dmuon.comm.transport import Transport
@@ -228,7 +228,7 @@ def _distribute(
         return wrapped
 
     try:
-        return attempt(own.runtime.transport, wrap, what="parallelize", digest=lambda _: ""), own
+        return attempt_in_all([own.runtime.transport], wrap, what="parallelize"), own
     except Exception:  # raised on every rank, so all of them close
         own.close()
         raise

@@ -182,7 +182,7 @@ def _header(model: str, plan: OwnershipPlan) -> str:
     return (
         f"{model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
         f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
-        + (f"\nshapes: {preset.source}" if preset else "")
+        + (f"\nshapes: {preset['source']}" if preset else "")
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from dmuon import devices
 from dmuon.catalogue import model_specs
-from dmuon.comm.transport import LocalTransport
+from dmuon.comm.transport import Transport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.render import grid, printed
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads or threads)
-        table = measured_costs(LocalTransport(), keys, device, options, **how)
+        table = measured_costs(Transport(), keys, device, options, **how)
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - begin

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts import LAYOUTS, Setting, one_process, step_row
-from tests.internals import LocalTransport, SideStream, Work
+from tests.internals import SideStream, Transport, Work
 from tests.unit.models import reduced_in_backward
 
 
@@ -41,7 +41,7 @@ def test_a_step_is_right_and_never_waits_for_the_device(setting: Setting) -> Non
     assert row["passed"], row
 
 
-class Slow(LocalTransport):
+class Slow(Transport):
     """Two equal ranks; sums arrive late, on a stream that stands in for the transfers."""
 
     world = 2

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Slices, gradient_bucket
 from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, at_end_of_backward
-from dmuon.comm.transport import LocalTransport
+from dmuon.comm.transport import Transport
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import Batch, OwnershipPlan, digest, units_of
 from dmuon.scheduler.select import collect
@@ -158,7 +158,7 @@ def plan_of(specs: ModelSpecs, owners: Sequence[int], world: int, ms: float = 1.
     )
 
 
-def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -> GradientReducer:
+def reducer_of(model: nn.Module, transport: Transport, replicas: int = 1) -> GradientReducer:
     """With a bucket for each parameter, where rank 0 owns all matrices."""
     specs, world = collect(model), transport.world
     plan = plan_of(specs, [0] * len(specs.matrices), 1)
@@ -175,7 +175,7 @@ def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -
 
 
 def reduced_in_backward(
-    model: nn.Module, transport: LocalTransport, replicas: int = 1
+    model: nn.Module, transport: Transport, replicas: int = 1
 ) -> GradientReducer:
     """A reducer whose hooks take each gradient once it is accumulated."""
     reducer = reducer_of(model, transport, replicas)

@@ -62,7 +62,7 @@ def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
     assert without_seconds(report.rstrip()) == without_seconds(str(build_report(plan)).rstrip())
     assert header.splitlines() == [
         "gpt2: 124.44 M parameters (bfloat16), mesh 2 x 2 (node, gpu) on 2 nodes",
-        f"shapes: {PRESETS['gpt2'].source}",
+        f"shapes: {PRESETS['gpt2']['source']}",
     ]
 
 
@@ -70,7 +70,7 @@ def test_everything_printed_fits_100_columns(capsys):
     for name, preset in PRESETS.items():
         longest = "mesh 1250 x 8 (node, gpu) on 1250 nodes"
         assert len(f"{name}: 000.00 B parameters (bfloat16), {longest}") <= 100
-        assert len(f"shapes: {preset.source}") <= 100
+        assert len(f"shapes: {preset['source']}") <= 100
     for argv in (SMALL, [*SMALL[:-2], "--compare", "--time-limit", "1"]):
         out = succeed(capsys, *argv)
         assert all(len(line) <= 100 for line in out.splitlines())

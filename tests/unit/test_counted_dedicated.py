@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dmuon
 from tests.accelerator import host_cannot_read
 from tests.fake_cuda import _HostCopy, _Watch, llama
-from tests.internals import Given, LocalTransport, Request, assemble
+from tests.internals import Given, Request, Transport, assemble
 from tests.transports import Event, exchanged
 from tests.unit.models import tree
 
@@ -29,7 +29,7 @@ WORLD, LAYERS = 8, 32
 BLOCK = sum(shape[0] * shape[1] for shape in llama(1).values() if len(shape) == 2)
 
 
-class First(LocalTransport):
+class First(Transport):
     """The first of ranks that all say the same; it notes each collective, and calls ``look``."""
 
     world = WORLD

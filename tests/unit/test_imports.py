@@ -115,11 +115,11 @@ def test_who_imports_what():
 
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
-    "files": 75,
-    "lines": 26_487,
+    "files": 73,
+    "lines": 25_966,
     "files in a folder": 20,
     "files in a chain of imports": 12,
-    "protocols": 2,
+    "protocols": 0,
 }
 # Short files that one other file imports: they belong into that one.
 SHORT = 60

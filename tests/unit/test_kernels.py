@@ -17,7 +17,6 @@ from dmuon.kernels.choice import (
     candidates,
     choose_method,
     common_choice,
-    default_backend,
     fixed_choice,
     fixed_speeds,
     measured_speeds,
@@ -204,17 +203,17 @@ def test_backends_know_their_devices(monkeypatch):
     assert "serves the CPU, found cuda" in why_not("torch_rounded", cuda, F16)
     assert "float64" in why_not("triton", cuda, F64)
     assert all(why_not(backend, "meta", F16) is None for backend in BACKENDS)
-    assert default_backend("cpu", F16) == "torch_rounded"
-    assert default_backend("cpu", F32) == "torch_strips"
-    assert default_backend(cuda, F16) == "torch"
+    assert fixed_speeds("cpu", F16).backend == "torch_rounded"
+    assert fixed_speeds("cpu", F32).backend == "torch_strips"
+    assert fixed_speeds(cuda, F16).backend == "torch"
     assert backend_version(CPU) == "torch"
     monkeypatch.setattr(devices, "_has_bf16", [False])
-    assert default_backend(CPU, BF16) == "torch_rounded"
+    assert fixed_speeds(CPU, BF16).backend == "torch_rounded"
     # A tiny matrix is multiplied sooner than rounded.
     assert offered_backends(CPU, BF16, 17) == ("torch_rounded", "torch")
     assert offered_backends(CPU, BF16, 64) == ("torch_rounded",)
     monkeypatch.setattr(devices, "_has_bf16", [True])
-    assert default_backend(CPU, BF16) == "torch_strips"
+    assert fixed_speeds(CPU, BF16).backend == "torch_strips"
     assert offered_backends(CPU, BF16, 1024) == ("torch_strips", "torch")
     assert offered_backends(CPU, BF16, 256) == ("torch_strips",)
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import dmuon
 from dmuon import devices, measure
 from dmuon.__main__ import main
-from dmuon.comm.transport import LocalTransport
+from dmuon.comm.transport import Transport
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, why_not
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
@@ -413,7 +413,7 @@ def test_a_backend_whose_import_or_probe_fails_is_not_available(failure):
 def test_all_do_without_a_backend_that_one_rank_lacks():
     """And what is chosen so is cached apart."""
 
-    class Two(LocalTransport):
+    class Two(Transport):
         world = 2
 
         def gather_objects(self, value):
@@ -429,7 +429,7 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
         mock.patch("dmuon.measure.why_not", return_value=None),
         mock.patch("dmuon.measure.backend_version", return_value="triton"),
     ):
-        whole = place(LocalTransport())
+        whole = place(Transport())
         with pytest.warns(RuntimeWarning, match=r"on 1 of 2 ranks.* on rank 1: no gcc"):
             lacking = place(Two())
     assert (whole.kernels.backend, lacking.kernels.backend) == ("auto", "torch")
@@ -488,7 +488,7 @@ KEYS: list[ShapeKey] = [(6, 10, "float32")] * 2 + [(10, 6, "float32"), (8, 8, "b
 
 def costs_of(folder=None, keys=KEYS, planner=None, device=CPU, **kwargs) -> CostTable:
     options = PlannerOptions(cache_dir=None if folder is None else str(folder), **(planner or {}))
-    return measured_costs(LocalTransport(), keys, device, options, **kwargs)
+    return measured_costs(Transport(), keys, device, options, **kwargs)
 
 
 def timers(made: list[FakeTimer], seconds: Any = None):
@@ -675,7 +675,7 @@ def test_noise_does_not_split_batches_on_a_cpu(single, tmp_path):
             super().__init__(lambda case, kernel: 1e-3 * single * case.batch**1.5)
 
     options = PlannerOptions(cache_dir=str(tmp_path))
-    table = measured_costs(LocalTransport(), [SMALL] * 4, CPU, options, timer=Noisy)
+    table = measured_costs(Transport(), [SMALL] * 4, CPU, options, timer=Noisy)
     saved = min(0.1, 0.05 * single)
     prices = [table.batch_ms(SMALL, b) for b in (1, 2, 4)]
     assert prices == pytest.approx([b * single - (b - 1) * saved for b in (1, 2, 4)])

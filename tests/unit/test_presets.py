@@ -80,7 +80,7 @@ def test_a_preset_has_the_elements_of_the_published_weights_and_sends_layers_to_
     specs = model_specs(name)
     made_up = {"moe-60x256", "vla"}
     assert name in made_up or total(specs) == PUBLISHED[name]
-    assert len(PRESETS[name].source) > 10
+    assert len(PRESETS[name]["source"]) > 10
     assert {p.dtype for p in specs.parameters} == {"bfloat16"}
     assert specs.frozen == ()
     for parameter in specs.parameters:
@@ -181,7 +181,7 @@ _OTHERS = [
 
 @pytest.mark.parametrize("preset", _PRESET_CONFIGS)
 def test_a_published_configuration_gives_the_parameters_of_its_preset(preset):
-    assert built(_PRESET_CONFIGS[preset]) == built(PRESETS[preset].config)
+    assert built(_PRESET_CONFIGS[preset]) == built(PRESETS[preset]["config"])
 
 
 @pytest.mark.parametrize(("config", "published"), _OTHERS)
@@ -193,7 +193,7 @@ _ALL = [*_PRESET_CONFIGS.values(), *(config for config, _ in _OTHERS)]
 
 
 def test_every_known_type_is_tested():
-    tested = [*_ALL, PRESETS["vla"].config]
+    tested = [*_ALL, PRESETS["vla"]["config"]]
     assert {config["model_type"] for config in tested} == MODEL_TYPES.keys()
 
 
@@ -492,7 +492,7 @@ def table() -> list[str]:
     for name, preset in PRESETS.items():
         specs = model_specs(name)
         billions = f"{total(specs) / 1e9:,.3f} B"
-        rows.append(f"| `{name}` | {billions} | {len(specs.matrices):,} | {preset.source} |")
+        rows.append(f"| `{name}` | {billions} | {len(specs.matrices):,} | {preset['source']} |")
     return rows
 
 

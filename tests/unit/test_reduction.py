@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import dmuon.comm.reducer as reducer_module
 from dmuon import devices
 from dmuon.comm.reducer import UNDER_WAY, GradientReducer
-from dmuon.comm.transport import LocalTransport, Work
+from dmuon.comm.transport import Transport, Work
 from dmuon.types import DmuonError
 from tests.accelerator import Pretended
 from tests.unit.models import reduced_in_backward, reducer_of
 
 
-class Alike(LocalTransport):
+class Alike(Transport):
     """As many ranks as you like that hand in the same; sums are what a dtype makes of them."""
 
     def __init__(self, world: int) -> None:
@@ -79,7 +79,7 @@ def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypat
     reducer.ensure(lambda: None)  # told once
 
 
-class Lagging(LocalTransport):
+class Lagging(Transport):
     """Two equal ranks; a sum is there only once someone waits for it."""
 
     world = 2

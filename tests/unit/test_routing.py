@@ -171,7 +171,7 @@ def rules() -> list[str]:
 
 
 def catalogue() -> list[str]:
-    vla = {"vla (pi0)": build(PRESETS["vla"].config)}
+    vla = {"vla (pi0)": build(PRESETS["vla"]["config"])}
     return table((*FAMILIES, *vla), lambda family: vla.get(family) or skeleton(family))
 
 

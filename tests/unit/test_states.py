@@ -11,7 +11,7 @@ from torch import nn
 from dmuon.comm.dedicated.prefetch import PassState, Prefetcher
 from dmuon.comm.dedicated.storage import Layer, WeightState
 from dmuon.comm.reducer import RoundState
-from dmuon.comm.transport import LocalTransport
+from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions
 from tests.unit.models import reducer_of
 
@@ -53,7 +53,7 @@ def test_what_breaks_the_rules_raises():
 
 def test_a_round_that_is_owed_is_made():
     model = nn.Linear(3, 2)
-    reducer = reducer_of(model, LocalTransport())
+    reducer = reducer_of(model, Transport())
     model(torch.ones(1, 3)).sum().backward()
     reducer.begin()
     with pytest.raises(RuntimeError, match="OPEN to NONE, only to DONE, OPEN_OWED"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dmuon import dedicate_params
-from dmuon.comm.transport import LocalTransport, Meter
+from dmuon.comm.transport import Meter, Transport
 from dmuon.period import is_exchange_step
 from dmuon.scheduler.costs import CostTable
 from dmuon.step.engine import StepTelemetry
@@ -32,7 +32,7 @@ class Watch:
         return self.ms
 
 
-class Pair(LocalTransport):
+class Pair(Transport):
     """Rank 0 of two; the other one contributes ``other``. Results arrive when waited for."""
 
     world = 2
@@ -56,7 +56,7 @@ class Pair(LocalTransport):
 
 
 def telemetry_of(
-    transport: LocalTransport, times: list[float | None], planned: float | None = None
+    transport: Transport, times: list[float | None], planned: float | None = None
 ) -> StepTelemetry:
     telemetry = StepTelemetry(transport, Meter(), CPU, planned)
     steps(telemetry, times)
@@ -117,7 +117,7 @@ def test_an_owner_of_nothing_needs_no_time_and_nothing_to_do_is_no_measurement()
         telemetry.finish_step()
     assert telemetry.measured_ms() == (0.0, 3.0)
     assert telemetry_of(Pair(other=0.0), [0.0] * 4).measured_ms() is None
-    assert telemetry_of(LocalTransport(), [2.5] * 4).measured_ms() == (2.5,), "one rank"
+    assert telemetry_of(Transport(), [2.5] * 4).measured_ms() == (2.5,), "one rank"
 
 
 def test_bytes_are_counted():

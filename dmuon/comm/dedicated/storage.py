@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
-from dmuon.comm.consensus import attempt
+from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.pipeline import Copies
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
@@ -514,7 +514,7 @@ class Storage:
             return [f"{self._specs.parameters[p].name}: {type(v)}" for p, v in found.items()]
 
         self.world.meet("model.load_state_dict()")
-        attempt(self.world, check, what="model.load_state_dict()", digest="\n".join)
+        attempt_in_all([self.world], check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
             keepers = self.slices.keepers(p, in_slices=True, replicas=True)
             self.rows.collect(value, keepers, self._mine(keepers))
