@@ -321,23 +321,29 @@ class OwnerTimer:
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
         """Milliseconds of one update of a batch that is reserved, on an accelerator after it was
-        compiled and captured. OutOfMemoryError where there is not enough."""
-        turns = 1 if (case, kernel) in self._warm else first_turns(self.device)
+        compiled and captured, on a CPU of the thread itself: where processes outnumber processors a
+        short run is interrupted, or is not. OutOfMemoryError where there is not enough."""
+        is_first = (case, kernel) not in self._warm
+        turns = first_turns(self.device) if is_first else 1
         self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
         with devices.of(self.device).current():
             for _ in range(turns):
                 watch = self._once(case, kernel)
             ms = watch.milliseconds()
-        return self._evened(ms) if devices.of(self.device).is_cpu else ms
-
-    def _evened(self, ms: float) -> float:
-        """The thread's own time in the last run, of ``ms``, times what all runs so far took over
-        theirs: where processes outnumber processors a short run is interrupted, or is not."""
+        if not devices.of(self.device).is_cpu:
+            return ms
         own = min(ms, self._own_ms) or ms  # nothing where that clock is coarse
-        self._spent_ms += ms
-        self._all_own_ms += own
-        return own * self._spent_ms / self._all_own_ms if own else ms
+        if not is_first:  # which sets up libraries
+            self._spent_ms += ms
+            self._all_own_ms += own
+        return own
+
+    @property
+    def slowdown(self) -> float:
+        """What all runs so far took over the thread's own time: 1, unless processes outnumber
+        processors."""
+        return self._spent_ms / self._all_own_ms if self._all_own_ms else 1.0
 
     def _timed(self, work: Callable[[], object]) -> Stopwatch:
         watch, begun = Stopwatch(self.device), time.thread_time()
@@ -656,9 +662,11 @@ class _Session:
                     short = [run for run in runs if pace.alike(run[0]) == run[0]]
                     found |= race([run for run in short if run not in found], timer, pace)
             # A new time replaces the cached one, whichever is larger.
-            times = dict(cached) | {case: ms for (case, _), ms in found.items()}
-            fit = [case for case, _ in runs]
-            return by_smaller_batches(times, fit) if devices.of(timer.device).is_cpu else times
+            times = dict(cached) | {case: timer.slowdown * ms for (case, _), ms in found.items()}
+            if not devices.of(timer.device).is_cpu:
+                return times
+            known = (case for case, _ in runs if case in times or pace.alike(case) != case)
+            return by_smaller_batches(times, known)
 
         if lacking:
             by_rank = self.exchanged(measure)

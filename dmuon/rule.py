@@ -35,7 +35,7 @@ from dmuon.types import Algorithm
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
-_CACHED = 1 << 17  # elements that a few passes over stay in the caches of a CPU
+CACHED = 1 << 17  # elements that a few passes over stay in the caches of a CPU
 _LARGEST = 1 << 25  # elements of which an accelerator makes a copy
 _FEW = 1 << 12  # elements that are not worth a call of their own
 _JOINED = 1 << 14  # fewer cost a CPU less copied into one tensor than looked at alone
@@ -447,7 +447,7 @@ class Rule:
     ) -> None:
         """`apply` by torch's operations."""
         # On a CPU all passes over so much while it lies in its caches.
-        some = max(1, _CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
+        some = max(1, CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
         for first in range(0, len(targets), some):
             now = slice(first, first + some)
             own = kept[now] if isinstance(kept, Tensor) and kept.ndim else kept
@@ -536,17 +536,12 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
             elif kernels is not None:
                 kernels.copy(*lists, turned=kind == "turned")
             else:
+                # There torch transposes tile by tile, three times as fast, what is contiguous.
                 for to, source in zip(*lists, strict=True):
-                    _copy_turned(to, source)
+                    whole = source.mT.contiguous().mT
+                    to.copy_(whole if to.is_contiguous() else whole.contiguous())
 
     return run
-
-
-def _copy_turned(to: Tensor, source: Tensor) -> None:
-    """On a CPU torch transposes tile by tile where both are contiguous, three times as fast."""
-    if not source.mT.is_contiguous():
-        source = source.mT.contiguous().mT
-    to.copy_(source if to.is_contiguous() else source.contiguous())
 
 
 def _by_kind(
@@ -766,7 +761,7 @@ def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None
         if master.numel() < most:
             small[weight.dtype].append((master, weight))
             continue
-        rows = max(1, (_CACHED if on_host else _LARGEST) * len(master) // master.numel())
+        rows = max(1, (CACHED if on_host else _LARGEST) * len(master) // master.numel())
         for pair in zip(master.split(rows), weight.split(rows), strict=True):
             _follow(*pair, on_host)
     for pairs in small.values():
@@ -782,12 +777,9 @@ def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None
 def _follow(master: Tensor, weight: Tensor, on_host: bool) -> bool:
     """Whether anything may have been written to."""
     rounded = master.to(weight.dtype)
-    # Equal bits, compared by numpy: six times as fast there as comparing values.
-    if on_host and np.array_equal(_bits(rounded), _bits(weight)):
+    bits = torch.int16 if weight.itemsize == 2 else torch.int8
+    # Compared by numpy: six times as fast there as comparing values.
+    if on_host and np.array_equal(rounded.view(bits).numpy(), weight.view(bits).numpy()):
         return False
     torch.where(rounded == weight, master, weight, out=master)
     return True
-
-
-def _bits(tensor: Tensor) -> Any:
-    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int8).numpy()

@@ -81,6 +81,10 @@ class MatmulOps:
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
         return ()
 
+    def temporary_bytes(self, b: int, m: int, n: int, itemsize: int) -> int:
+        """Bytes that a product of a batch, m <= n, allocates for a moment."""
+        return 0
+
     whole: Whole | None = None
     """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None: by products."""
 
@@ -114,6 +118,10 @@ class StripsOps(MatmulOps):
             self.general(a[low:high], b[:, :high], add, out=out[low:high, :high], **factors)
         self.mirror(out, strips)
         return ()
+
+    def temporary_bytes(self, b: int, m: int, n: int, itemsize: int) -> int:
+        _, high = _strips(m, strips_in(m, self._strip))[0]
+        return 2 * (m - high) * high * itemsize
 
     def mirror(self, out: Tensor, strips: Sequence[tuple[int, int]]) -> None:
         """Fill the blocks above the diagonal from those below."""
@@ -149,6 +157,10 @@ class RoundedOps(StripsOps):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+
+    def temporary_bytes(self, b: int, m: int, n: int, itemsize: int) -> int:
+        b = b if m < 2 * self._strip else 1
+        return max(b * m * n * itemsize, super().temporary_bytes(b, m, n, 4))
 
     def general(self, *operands: Tensor | None, out: Tensor, **factors: float) -> Exchange:  # type: ignore[override]
         super().general(*operands, out=out, **factors)  # type: ignore[arg-type]

@@ -124,6 +124,7 @@ class Orthogonalizer:
         self._slices: dict[tuple[Call, int], Callable[[Tensor], Steps]] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
+        self.temporary_bytes = 0  # the most that a product allocates for a moment
         self._most = _OTHERS
         self._ran: dict[Shape, dict[str, None]] = {}
 
@@ -288,7 +289,10 @@ class Orthogonalizer:
     ) -> Callable[[], Tensor]:
         if not call.coefficients or not prod(call.shape):
             return partial(normalize_, x, eps=call.eps)
-        ops = ops_of(choice, self.device, min(call.shape[1:]))
+        m, n = sorted(call.shape[1:])
+        ops = ops_of(choice, self.device, m)
+        taken = ops.temporary_bytes(call.shape[0], m, n, self.dtype.itemsize)
+        self.temporary_bytes = max(self.temporary_bytes, taken)
         segments = segments_of(choice, len(call.coefficients))
         one_by_one = self.options.is_fixed
         run = prepared(x, call.coefficients, segments, ops, take, one_by_one=one_by_one)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -38,7 +38,7 @@ from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import SliceCall
-from dmuon.rule import MOMENTUM, Hyper, copier, merged_master, update_norms
+from dmuon.rule import CACHED, MOMENTUM, Hyper, copier, merged_master, update_norms
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
@@ -615,11 +615,11 @@ class ParamsEngine(Engine):
         "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`; "operands" not
         on an accelerator), and so are "newton_schulz", the workspace of `Orthogonalizer`, and
         "commit", the copy of a chunk of momentum that masks take. Of the others one is alive at a
-        time: "norms" for wider copies of half-precision blocks whose norms are taken, "updates"
-        while an owner computes, a float32 copy of half-precision updates for their RMS, and
-        "transposes" for a part of a tall matrix, all on a CPU; "passes" for operands on an
-        accelerator that no list kernel takes; "block_step" for what "updates" is there. Norms too
-        small or too large for float32 take copies in float64.
+        time, on a CPU: "norms" for wider copies of half-precision blocks whose norms are taken,
+        "products" within Newton-Schulz, "transposes" for a part of a tall matrix, "updates" for a
+        few of them in the dtype of their weights (three times that with cautious decay, and with
+        "sgd" and Nesterov a chunk of operands); norms beyond float32 take copies in float64. On an
+        accelerator: "passes" for operands that no list kernel takes.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
         found = {"operands": state.workspace.nbytes}
@@ -633,16 +633,14 @@ class ParamsEngine(Engine):
         elif self._operands.largest_piece:
             found["passes"] = self._operands.largest_piece
 
-        def wide_bytes(units: Iterator[Unit]) -> int:
-            most = max((unit.numel for unit in units), default=0)
-            return 4 * most if is_cpu and itemsize < 4 else 0
-
-        found["updates"] = wide_bytes(u for u in self._runtime.units if u.owner == self._rank)
         owned = [part for b in self._runtime.bound().buckets for part in b.route.owned.parts]
-        turned = [part.box.numel for part in owned if is_cpu and part.transposed]
+        cut = [part for part in owned if part.transposed and part.box.shape != part.whole]
+        turned = [part.box.numel for part in cut if is_cpu]
         found["transposes"] = itemsize * max(turned, default=0)
-        if not self._settings.schedule.always_full:
-            found["block_step"] = wide_bytes(stack.unit for stack in self._block_stacks)
+        found["products"] = self._kernels.temporary_bytes
+        is_cast = is_cpu and itemsize < 4
+        cast = [t.nbytes for t in state.targets if is_cast and t.dtype.itemsize >= 4]
+        found["updates"] = max(min(sum(cast), 4 * CACHED), *cast, 0)
         return found
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:

@@ -49,7 +49,7 @@ class Timer:
 
     def __init__(self, ms: Callable[[ShapeKey, int, str], float]) -> None:
         self.ms = ms
-        self.device = CPU
+        self.device, self.slowdown = CPU, 1.0
         self.runs: list[tuple[Case, str]] = []
 
     def __call__(self, device: torch.device, ns_dtype: torch.dtype, *, sharing, **how) -> Timer:

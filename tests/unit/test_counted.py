@@ -20,7 +20,7 @@ LLAMA = llama(32)  # the matrices of Llama-3-8B
 ELEMENTS = sum(math.prod(shape) for shape in LLAMA.values() if len(shape) == 2)
 MIB, GIB = 1 << 20, 1 << 30
 # Of `step_bytes`, what is alive for a moment.
-TEMPORARIES = ("norms", "passes", "updates", "block_step")
+TEMPORARIES = ("norms", "passes", "transposes", "products", "updates")
 BF16 = {"dtype": torch.bfloat16}
 
 

@@ -59,7 +59,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 class FakeTimer:
     """A device on which a case takes ``seconds(case, kernel)``, and its clock; notes every run."""
 
-    device, ns_dtype, first_turns = CPU, F32, 1
+    device, ns_dtype, first_turns, slowdown = CPU, F32, 1, 1.0
 
     def __init__(self, seconds: Callable[[Case, str], float]) -> None:
         self.seconds = seconds
@@ -654,16 +654,17 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
                 assert counts[one] == expected
 
 
-def test_on_a_busy_cpu_every_run_counts_as_slow_as_all_are_together():
-    """Each takes a millisecond of its own; some are interrupted for two more."""
-    timer, taken, own = OwnerTimer(CPU, F32), [1.0, 3.0, 3.0, 1.0, 3.0, 1.0], iter(range(99))
-    timer.reserve([(ONE, RULE)])
+def test_an_interruption_on_a_busy_cpu_is_nobodys_work():
+    """Each run takes a millisecond of its own; the first two set up, others are interrupted."""
+    timer, taken, own = OwnerTimer(CPU, F32), [300.0, 2.0, 1.0, 3.0, 3.0, 1.0], iter(range(99))
+    timer.reserve([(ONE, RULE), (ONE, OTHER)])
     with (
         mock.patch.object(measure.time, "thread_time", lambda: 1e-3 * next(own)),
         mock.patch.object(measure.Stopwatch, "milliseconds", lambda watch: taken.pop(0)),
     ):
-        found = [timer.run(ONE, RULE) for _ in range(6)]
-    assert found == pytest.approx([1, 2, 7 / 3, 2, 2.2, 2])
+        found = [timer.run(ONE, kernel) for kernel in (RULE, OTHER) * 3]
+    assert found == pytest.approx([1] * 6)
+    assert timer.slowdown == pytest.approx(2)
 
 
 @pytest.mark.parametrize("single", [0.5, 5.0])
