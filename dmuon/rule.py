@@ -538,8 +538,8 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
             else:
                 # There torch transposes tile by tile, three times as fast, what is contiguous.
                 for to, source in zip(*lists, strict=True):
-                    whole = source.mT.contiguous().mT
-                    to.copy_(whole if to.is_contiguous() else whole.contiguous())
+                    source = source.mT.contiguous().mT  # one is alive at a time
+                    to.copy_(source if to.is_contiguous() else source.contiguous())
 
     return run
 
