@@ -118,8 +118,8 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """Milliseconds of these batches on a CPU, where none takes longer than its matrices do in
-    smaller batches: it saves calls. So the noise of a few times does not split batches.
+    """Milliseconds of these batches on a CPU. None takes longer than its matrices do in smaller
+    batches, less the calls that it saves. Otherwise the noise of a few times would split batches.
 
     >>> one, two = Case((8, 8, "float32"), 1), Case((8, 8, "float32"), 2)
     >>> by_smaller_batches({one: 4.0, two: 9.0}, [one, two])[two]
@@ -341,7 +341,7 @@ class OwnerTimer:
 
     @property
     def slowdown(self) -> float:
-        """What all runs so far took over the thread's own time: 1, unless processes outnumber
+        """Wall time of all runs so far over the thread's own time: 1, unless processes outnumber
         processors."""
         return self._spent_ms / self._all_own_ms if self._all_own_ms else 1.0
 

@@ -522,8 +522,8 @@ def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iter
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
-    """What copies each source into its target, of the same shape, whenever it is called: parts of
-    matrices, which may be transposed."""
+    """A function that copies each source into its target, of the same shape: parts of matrices,
+    which may be transposed. The pairs are sorted once, here."""
     device = targets[0].device if targets else torch.device("meta")
     kernels, found = list_kernels(device), {"flat": (targets, sources)}
     if kernels is not None or device.type == "cpu":
@@ -536,7 +536,7 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
             elif kernels is not None:
                 kernels.copy(*lists, turned=kind == "turned")
             else:
-                # There torch transposes tile by tile, three times as fast, what is contiguous.
+                # torch transposes tile by tile there, three times as fast, if both are contiguous.
                 for to, source in zip(*lists, strict=True):
                     source = source.mT.contiguous().mT  # one is alive at a time
                     to.copy_(source if to.is_contiguous() else source.contiguous())

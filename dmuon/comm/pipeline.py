@@ -125,8 +125,8 @@ class Bucket:
 
 
 class Copies:
-    """Pairs of tensors, what is copied into what is first. ``prepare`` makes of both lists what
-    copies them, once."""
+    """Pairs (target, source) of tensors, copied in every step. ``prepare`` turns the two lists into
+    a function that copies them; it is called once."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         found = list(pairs)
