@@ -198,12 +198,11 @@ def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> 
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
     try:
-        from dmuon.kernels import triton_syrk
-        from dmuon.kernels.triton_small import max_rows
+        from dmuon.kernels.triton_syrk import max_rows, why_unavailable
 
         if backend == "triton_small" and rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-        return triton_syrk.why_unavailable(device)
+        return why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     except Exception as error:  # of its libraries, its compiler, the driver
@@ -240,7 +239,7 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
         tile = parse_tile(choice.tile) if choice.tile else None
         return ops.TritonOps(partial(symm_mm, tile=tile))
     if choice.backend == "triton_small":
-        from dmuon.kernels.triton_small import prepared_iteration
+        from dmuon.kernels.triton_syrk import prepared_iteration
 
         return ops.WholeOps(prepared_iteration)
     return MatmulOps()
