@@ -332,8 +332,7 @@ class Rule:
         """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
         changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
-        for kernels, some in _routes(buffers, grads, working=working):
-            held, own = _picked(some, buffers, grads)
+        for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:
                 each = self._norms_of_some(held, own, h, working)
             else:
@@ -365,8 +364,7 @@ class Rule:
         """`advance`, and where there is ``out`` operands times ``scales`` ``[n]`` into it.
         ``working`` and ``stays``: see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
-        for kernels, some in _routes(*lists, working=working):
-            held, own, *to = _picked(some, *lists)
+        for kernels, some, (held, own, *to) in _routes(*lists, working=working):
             mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
             to_list = to[0] if to else None
             if kernels is None:
@@ -425,8 +423,7 @@ class Rule:
         (arXiv 2510.12402: where ``update * target >= 0``).
         """
         lists = [targets, updates] if weights is None else [targets, updates, weights]
-        for kernels, some in _routes(*lists):
-            own, change, *of = _picked(some, *lists)
+        for kernels, some, (own, change, *of) in _routes(*lists):
             mask = _values_at(stays, some, len(targets))
             if kernels is None:
                 self._apply_some(own, change, h, lr, h.kept(mask), of[0] if of else None)
@@ -487,11 +484,11 @@ def list_kernels(device: torch.device) -> Any:
 
 
 def _routes(
-    *lists: Sequence[Tensor], working: torch.dtype | None = None
-) -> Iterator[tuple[Any, list[int]]]:
-    """Positions in these lists, and the `list_kernels` that take them: contiguous tensors of up to
-    32 bits, on one device. None: torch's own operations do, with ``working`` of so many at a time
-    as `Device.chunk_bytes` has room for in that dtype."""
+    *lists: list[Tensor], working: torch.dtype | None = None
+) -> Iterator[tuple[Any, list[int], list[list[Tensor]]]]:
+    """(`list_kernels`, positions in these lists that they take, what is there): contiguous tensors
+    of up to 32 bits, on one device. None: torch's own operations do, with ``working`` of so many at
+    a time as `Device.chunk_bytes` has room for in that dtype."""
     if not lists[0]:
         return
     device = lists[0][0].device
@@ -500,11 +497,11 @@ def _routes(
     for n, tensors in enumerate(zip(*lists, strict=True)):
         suits = kernels and all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
         found[bool(suits)].append(n)
-    for some in found[:1] if working is None else _pieces(found[0], lists[0], working):
+    plain = found[:1] if working is None else _pieces(found[0], lists[0], working)
+    for kind, some in *((None, piece) for piece in plain), (kernels, found[1]):
         if some:
-            yield None, some
-    if found[1]:
-        yield kernels, found[1]
+            is_all = len(some) == len(lists[0])
+            yield kind, some, [t if is_all else [t[n] for n in some] for t in lists]
 
 
 def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
@@ -572,13 +569,6 @@ def _by_kind(
         found[kind][0].append(to)
         found[kind][1].append(source)
     return found
-
-
-def _picked(some: list[int], *lists: list[Tensor]) -> list[list[Tensor]]:
-    """These positions of lists."""
-    if len(some) == len(lists[0]):
-        return list(lists)
-    return [[tensors[n] for n in some] for tensors in lists]
 
 
 def _values_at(values: Tensor | None, some: list[int], count: int) -> Tensor | None:
@@ -657,16 +647,6 @@ def update_norms(updates: Tensor) -> Tensor:
         updates = torch.linalg.vector_norm(updates, dim=-1)
     found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
     return found.float()
-
-
-def update_rms(updates: Tensor, scale: float) -> Tensor:
-    """Root mean square of ``scale * update`` of each matrix of ``[b, m, n]``: ``[b]`` float32.
-
-    With "match_rms_adamw" and ``scale`` the adjusted over the plain learning rate this is about
-    0.2, the RMS of an AdamW update.
-    """
-    rows, cols = updates.shape[-2:]
-    return update_norms(updates).mul_(scale / math.sqrt(rows * cols))
 
 
 # ---- variants ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ A step, on every rank::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -279,7 +280,7 @@ class OwnersEngine(Engine):
         watch.stop()
         if buffers is not momentum:
             set_rows(momentum, where, buffers)
-        rms = rules.update_rms(payload, 1.0)
+        rms = rules.update_norms(payload).mul_(1 / math.sqrt(unit.rows * unit.cols))
         new = [rows_of(stack, where) for stack in masters]
         for lr, at in _by_rate(h, unit, where):
             scale_all(_some(rms, at), lr / h.lr if h.lr else 0.0)
