@@ -49,7 +49,7 @@ from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -597,7 +597,6 @@ def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Ten
     """(tensors of one shape, step number), in lists of about `_ADAMW_CACHED` elements: larger
     tensors are cut along their first dim."""
     found: list[tuple[Tensor, ...]] = []
-    size = 0
     for *tensors, step in rows:
         first, pieces = tensors[0], [tuple(tensors)]
         if first.numel() > _ADAMW_CACHED and first.ndim:
@@ -605,14 +604,8 @@ def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Ten
             pieces = list(zip(*(t.split(count) for t in tensors), strict=True))
         # Each piece is a step further; the number itself advances with the last one.
         steps = [*(step.clone() for _ in pieces[1:]), step]
-        for piece, number in zip(pieces, steps, strict=True):
-            found.append((*piece, number))
-            size += piece[0].numel()
-            if size >= _ADAMW_CACHED:
-                yield found
-                found, size = [], 0
-    if found:
-        yield found
+        found += [(*piece, number) for piece, number in zip(pieces, steps, strict=True)]
+    return runs_of(found, lambda row: row[0].numel(), _ADAMW_CACHED)
 
 
 @torch.no_grad()

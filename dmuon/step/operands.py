@@ -22,6 +22,7 @@ from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
 from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
+from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
 Outlet = tuple[int, Tensor | Sequence[Tensor]]
@@ -192,19 +193,9 @@ class _Chunk:
 
 
 def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours of one kind, closed once they have reached the limit.
-
-    >>> list(_cuts("aaab", [2, 2, 2, 2], 4))
-    [(0, 2), (2, 3), (3, 4)]
-    """
-    first = size = 0
-    for n, kind in enumerate(kinds):
-        if n > first and (size >= limit or kind != kinds[first]):
-            yield first, n
-            first, size = n, 0
-        size += sizes[n]
-    if kinds:
-        yield first, len(kinds)
+    """Ranges of neighbours of one kind, closed once they have reached the limit."""
+    for run in runs_of(range(len(kinds)), sizes.__getitem__, limit, kinds.__getitem__):
+        yield run[0], run[-1] + 1
 
 
 class _InOrder:
@@ -240,8 +231,7 @@ class _InOrder:
 class Operands(_InOrder):
     """The operands of Newton-Schulz, kept in a workspace.
 
-    Where the dtype of computing is not that of the workspace, an operand is computed in the copy of
-    a chunk and cast from there.
+    Where computing needs another dtype, an operand is made in the copy of a chunk, and cast.
     """
 
     def __init__(self, state: BlockState, *args: Any) -> None:
@@ -343,8 +333,7 @@ class Operands(_InOrder):
             mask(to, now.bad.to(to.device), first)
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
-        """Advance the momentum. ``bad``: a bool, or one by position; where it is true the momentum
-        stays as it is, whatever the gradient."""
+        """Advance the momentum, but not where ``bad``, a bool or one by position, is true."""
         for number, chunk in enumerate(self._chunks):
             rule, hyper = self._rules[chunk.group], hypers[chunk.group]
             buffers = [self._state.momentum[k] for k in chunk.blocks]
@@ -397,8 +386,7 @@ class PassingOperands(_InOrder):
 
     @property
     def largest_piece(self) -> int:
-        """Bytes of what torch's own operations make at a time, where `list_kernels` do not take
-        blocks: momentum and operands."""
+        """Bytes that torch makes at a time of blocks which `list_kernels` do not take."""
         kernels, state, sizes = list_kernels(self._state.device), self._state, [0]
         for k, (_, working) in zip(self.order, self._kinds, strict=True):
             momentum = state.momentum[k]
@@ -429,8 +417,7 @@ class PassingOperands(_InOrder):
         return self._norms
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """The operands of an outlet, scaled, to where they leave; zeros where they are bad, and
-        elsewhere momentum advances."""
+        """Scaled operands to where they leave, and momentum; zeros where bad, and it stays."""
         first, to = outlet
         self._advance(first, len(to), [*to], now)
 
