@@ -46,8 +46,8 @@ _Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part 
 
 
 class _Assembly:
-    """The step under tensor parallelism, of units with gradients of one dtype whose results are
-    published in one, that of ``like``."""
+    """The step under tensor parallelism, of units with one dtype of gradients and one (``like``'s)
+    of results."""
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ reverse, whatever modules a rank skips or calls in another order::
     backward   g3 g2 | run 3 | g1 | run 2 | ...
 
 Backward passes by layer g right before the gather number g + prefetch + 1, on every rank: there
-the gradients of g leave if it is known that none will come. On a rank that has them all they have
-left by then.
+the gradients of g leave if none will come. On a rank that has them all they have left by then.
 
 A layer that a rank has not asked for when the pass ends is received then, and dropped. One that is
 asked for again after it has been dropped is sent once more, on all ranks that run the same program;
@@ -52,8 +51,7 @@ class PassState(State):
         FORWARD   the gather of each layer, in the order of registration        IDLE
         BACKWARD  the gather of each layer in reverse, gradients in between     IDLE
 
-    A pass goes back to IDLE once all of its collectives are issued, so none follows another
-    directly.
+    A pass is IDLE again once all of its collectives are issued, so none follows another directly.
     """
 
     IDLE = "idle", "FORWARD BACKWARD"
@@ -77,8 +75,7 @@ class _Calls:
 class Prefetcher:
     """Makes weights available before passes over the model need them, and sends gradients in turn.
 
-    The root's layer is needed first in both passes. There is a ``reducer`` once an optimizer has
-    bound itself.
+    The root's layer is needed first in both passes. A ``reducer`` comes with the optimizer.
     """
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
@@ -234,8 +231,7 @@ class Prefetcher:
         """Send gradients of the layers that backward has passed by, at their places among the
         gathers, where the ranks that have all of theirs send them.
 
-        For a layer that has not run since the step these are zeros; when the pass is ``ending``,
-        whatever there is of any layer.
+        Zeros for a layer that has not run since the step; when ``ending``, what there is.
         """
         end = max(self._passed, self._launched - self._options.prefetch)
         passed = [self._turn(n) for n in range(self._passed, end)]
@@ -259,8 +255,7 @@ class Prefetcher:
             self.reducer.accumulated(parameter)
 
     def recover(self) -> None:
-        """Autograd is done, or has raised: issue the remaining collectives, on which the others
-        count. Nothing stays materialized."""
+        """Autograd is done, or has raised: issue the collectives that others count on, and free."""
         if self.state is not PassState.BACKWARD:
             return
         self._end_backward()
@@ -410,8 +405,7 @@ def _announce(
 def hook_module(
     prefetcher: Prefetcher, point: WaitPoint, layers: Sequence[int], area: Sequence[nn.Module]
 ) -> list[Remove]:
-    """Hooks of one module, which needs ``layers``; ``area`` is itself and what lies below it in no
-    other layer."""
+    """Hooks of a module that needs ``layers``; ``area``: it and what lies below, in no other."""
     module, weak_module = point.module, weakref.ref(point.module)
 
     def check_whole(prefetcher: Prefetcher) -> None:
@@ -514,8 +508,7 @@ class _StateDicts:
 def hook_state_dicts(
     prefetcher: Prefetcher, model: nn.Module, index: Mapping[int, int]
 ) -> list[Remove]:
-    """The hooks of `_StateDicts`, on every module with dedicated parameters in it or below.
-    ``index`` gives their numbers by id."""
+    """The hooks of `_StateDicts` on modules with parameters of ``index``, which numbers ids."""
     hooks, removers = _StateDicts(), []
     load, loaded, save = (
         _while_alive(prefetcher, action) for action in (hooks.load, hooks.loaded, hooks.save)
