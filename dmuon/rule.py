@@ -264,8 +264,7 @@ class Rule:
     def advance(self, buffers: list[Tensor], grads: list[Tensor], h: Hyper) -> None:
         """Momentum, in place on every buffer.
 
-        ``ema``: ``buffer = mu * buffer + (1 - mu) * grad``. ``sgd``: ``buffer = mu * buffer +
-        (1 - dampening) * grad``.
+        ``buffer = mu * buffer + weight * grad``; weight: 1 - mu ("ema") or 1 - dampening ("sgd").
         """
         if h.mode == "ema":
             torch._foreach_lerp_(buffers, grads, 1 - h.momentum)
@@ -329,8 +328,7 @@ class Rule:
     def operand_norms(
         self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
     ) -> Tensor:
-        """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
-        changed. ``working``: see `operand`."""
+        """The norms of operands, ``[n]`` float64; not finite where one is not. Changes nothing."""
         found: dict[int, Tensor] = {}
         for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:
@@ -593,8 +591,7 @@ def _lerp_weight(momentum: float, buffer: Tensor) -> float:
 
 
 def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
-    """`Rule.advance` and `Rule.operands` of one tensor, in its dtype. The result may be ``buffer``
-    itself; do not write to it."""
+    """`Rule.advance` and `Rule.operands` of one tensor, perhaps ``buffer``: do not write to it."""
     if h.mode == "ema":
         buffer.lerp_(grad, 1 - h.momentum)
         return buffer.lerp(grad, _lerp_weight(h.momentum, buffer)) if h.nesterov else buffer
@@ -642,8 +639,7 @@ def _decay_cautiously(targets: list[Tensor], updates: list[Tensor], kept: float 
 def update_norms(updates: Tensor) -> Tensor:
     """The norm of each matrix of ``[b, m, n]``: ``[b]`` float32."""
     if updates.is_cpu:
-        # Row by row, because there torch would copy half precision to sum it up in float32: three
-        # digits of each row are enough.
+        # Row by row: half precision would be copied for a sum in float32. Three digits are enough.
         updates = torch.linalg.vector_norm(updates, dim=-1)
     found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
     return found.float()
@@ -714,8 +710,7 @@ def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
     """A float32 master of a weight that somebody may have written to.
 
-    Elements that still round to the weight keep their extra bits; the others take the weight, a
-    nan too.
+    Elements that still round to the weight keep their extra bits; the others take the weight.
     """
     return torch.where(master.to(weight.dtype) == weight, master, weight)
 

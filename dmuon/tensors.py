@@ -93,14 +93,12 @@ def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
-    """Which norms are far from the square roots of the least (unless squares ``may_vanish``) and
-    the largest float32."""
+    """Which norms have squares far from overflow and (unless they may) vanishing in float32."""
     return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
 def finite_marks(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor of a device that is finite where all of its elements are; none of
-    them is empty."""
+    """A number for each tensor of a device, finite where all its elements are; none is empty."""
     if host_can_read(tensors[0].device):
         # Vectorized there, as the largest absolute value is not. It overflows early at most.
         sums = [t.sum(dtype=t.dtype if t.dtype.itemsize > 2 else torch.float32) for t in tensors]
@@ -194,8 +192,7 @@ def normalize_(x: Tensor, norms: Tensor | None = None, eps: float | None = None)
 
 
 def divide_(x: Tensor, norms: Tensor) -> Tensor:
-    """Divide every matrix of `[..., m, n]` by its norm, in place: in float32 or wider, and rounded
-    once."""
+    """Divide matrices by their norms, in place: in float32 or wider, and rounded once."""
     if not x.is_cpu or x.dtype.itemsize >= 4:
         return torch.div(x, norms, out=x)
     # There torch would make two copies in float32. By a 0-d tensor it divides as it reads.
@@ -225,8 +222,7 @@ def are_safe(norms: Tensor, eps: float, *, and_zero: bool = False) -> bool:
 
 
 def norms_of(y: Tensor) -> Tensor:
-    """The norms `[..., 1, 1]` of the matrices of `[..., m, n]`. Row by row, because one float32 sum
-    over a large matrix is off by 0.5%."""
+    """Norms `[..., 1, 1]` of matrices, by rows: one float32 sum over a large one is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True, dtype=wide)
     if y.is_cpu and y.dtype is not wide and y.numel() > _MANY_ELEMENTS and y.is_contiguous():

@@ -31,8 +31,7 @@ from dmuon.types import Layout
 
 
 class ParamsRuntime(LayoutRuntime):
-    """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the
-    parameters lie elsewhere."""
+    """``device`` is where Newton-Schulz runs; with CPU offload the parameters lie elsewhere."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ from dmuon.types import ConsensusError, OwnershipError
 
 
 class Work:
-    """A collective under way; this one is done. ``wait`` blocks the host on CPU, the current stream
-    on CUDA."""
+    """A collective under way; this one is done. ``wait`` blocks a CPU's host, CUDA's stream."""
 
     def wait(self) -> None: ...
 
@@ -45,8 +44,7 @@ class Transport:
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
-    their purpose. Object operations block. This one is of one rank without a process group: every
-    collective is the identity.
+    their purpose. Object operations block. This one is of one rank, where each is the identity.
     """
 
     rank = 0
@@ -71,8 +69,7 @@ class Transport:
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
-        """Sum ``parts[r]`` over the ranks into rank r: `reduce` to all of them at once, with parts
-        as in `all_gather`."""
+        """Sum ``parts[r]``, as in `all_gather`, into rank r: `reduce` to all of them at once."""
         return Work()
 
     def all_to_all(
@@ -102,8 +99,7 @@ class Transport:
         return None
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
-        """A transport over the one part, of this partition of the ranks, with this rank in it; a
-        collective call."""
+        """A transport over this rank's part of a partition of the ranks; a collective call."""
         return self
 
     def close(self) -> None:
@@ -167,7 +163,7 @@ _Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
 # group under an old name finds old addresses. So they are kept and used again.
 _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
 # Groups by name whose transports are gone, with their models, and were never closed; each with its
-# key in `_idle` (None: it is not kept).
+# key in `_idle`, or None.
 _dropped: dict[str, _Kept] = {}
 
 
@@ -189,8 +185,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def _is_shared_out(parts: Sequence[Tensor], most: float = math.inf) -> bool:
-    """Whether all parts together are no more than ``most`` bytes, and no rank has so much of them
-    that its messages would take long."""
+    """Whether all parts are at most ``most`` bytes, and no rank's messages would take long."""
     sizes = [part.nbytes for part in parts]
     total, largest = sum(sizes), max(sizes)
     return largest < total <= most and (len(sizes) - 1) * largest <= 2 * total

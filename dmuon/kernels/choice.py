@@ -60,8 +60,7 @@ def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
 def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
     """Whether the Gram form converges with these restarts.
 
-    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
-    by about a^2.
+    Rounding leaves R slightly indefinite; each step multiplies a negative eigenvalue by about a^2.
     """
     return all(0 < high - low <= _longest(dtype, steps) for low, high in _segments(restarts, steps))
 
@@ -269,8 +268,7 @@ def fixed_choice(
     backend: str = "auto",
     speeds: Speeds | None = None,
 ) -> KernelChoice:
-    """The rule's choice for these ``speeds`` (None: the fixed ones): `choose_method` and their
-    backend, unless given.
+    """The rule's choice for ``speeds`` (None: the fixed ones), as far as nothing else is given.
 
     Raises ValueError for an unknown method or backend, for one that cannot run on this device, and
     for restarts with which this dtype diverges.

@@ -51,8 +51,7 @@ class MatmulOps:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> Exchange:
-        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no memory with an
-        operand."""
+        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no operand's memory."""
         is_matrix = out.ndim == 2
         if c is None:
             (torch.mm if is_matrix else torch.bmm)(a, b, out=out)

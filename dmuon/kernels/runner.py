@@ -40,8 +40,7 @@ _OTHERS = 128  # calls that were not planned and are kept nevertheless
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel``: the planned choice as text, "" for the rule's;
-    ``eps`` is that of `normalize_`."""
+    """A batch of one shape. ``kernel``: as planned, "" for the rule's; ``eps``: of `normalize_`."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]
@@ -51,8 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SliceCall:
-    """A slice ``[b, m, w]`` of m x n matrices, m <= n, that ``peers`` share; ``split``: see
-    `SliceOps`."""
+    """A slice ``[b, m, w]`` of m x n matrices, m <= n, shared by ``peers``; see `SliceOps`."""
 
     call: Call
     peers: Peers
@@ -198,12 +196,10 @@ class Orthogonalizer:
     def run_together(
         self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The results of `reserve`'s slices of one group, valid until the next run, from the norms
-        ``[b]`` of the whole matrices.
+        """The results of a group of slices, until the next run, from norms of whole matrices.
 
         While one waits for its co-owners the others go on, in rounds: in round r each begins its
-        r-th exchange, in the order of ``calls``. So all ranks begin the exchanges of any two calls
-        in the same order.
+        r-th exchange, in the order of ``calls``. So exchanges have one order on all ranks.
         """
         try:
             runs = [self._slices[call.call, id(x)] for call, x in calls]

@@ -46,8 +46,7 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Runs one kernel: only that shows a missing compiler or driver, or a compiler without Python's
-    headers. Raises what Triton raises."""
+    """Runs one kernel: only that shows a missing compiler, driver or header. Raises as Triton."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
@@ -55,8 +54,7 @@ def _probed(device: torch.device) -> str | None:
 
 
 def source_hash() -> str:
-    """Twelve hexadecimal digits that change with the source of any of the kernels: to key what is
-    measured of them."""
+    """Twelve hexadecimal digits of the kernels' source: a key for what is measured of them."""
     files = sorted(Path(__file__).parent.glob("triton_*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -433,8 +431,7 @@ def iteration_kernel(
 def max_rows(dtype: torch.dtype) -> int:
     """The most rows that `prepared_iteration` takes.
 
-    No tensor core multiplies IEEE float32: its products unroll into code that takes minutes to
-    compile for larger matrices.
+    IEEE float32 has no tensor core: larger matrices would unroll into minutes of compilation.
     """
     return 32 if dtype == torch.float32 else _MAX_ROWS
 

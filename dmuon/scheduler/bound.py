@@ -255,8 +255,7 @@ def cover(
 ) -> tuple[Counts | None, bool]:
     """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows.
 
-    ``dual`` are good values, if any are known: they decide how much has to be tried, and where it
-    is too much, what is tried.
+    ``dual``: good values, if any are known. They decide how much is tried, and what.
     """
     demand = problem.demand
     if any(c.fixed > limit or c.room < 0 for c in problem.classes):

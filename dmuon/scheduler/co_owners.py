@@ -280,8 +280,7 @@ def _shared(plan: OwnershipPlan) -> list[MatrixSpec]:
 
 
 def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
-    """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
-    of that size."""
+    """(matrices, blocks) by shape and number of co-owners that can share so many of them."""
     counts = Counter(matrix.key for matrix in _shared(plan))
     domains = range(len(plan.limits.domains)) or (-1,)
     found = {}

@@ -81,9 +81,8 @@ class OwnerState:
         return slots, [w.reshape(s.shape) for s, w in zip(slots, weights, strict=True)]
 
     def matrices(self, key: str, *, as_weights_are: bool = False) -> dict[int, Tensor]:
-        """Momentum or masters: a view of each owned matrix, by its number, in the dims that it has
-        in its parameter. ``as_weights_are``: a view of masters that follow weights; those that are
-        kept stay as they are."""
+        """Momentum or masters: a view of each owned matrix, by number, in its parameter's dims.
+        ``as_weights_are``: masters that follow weights; those that are kept stay as they are."""
         found: dict[int, Tensor] = {}
         for unit in self._units:
             stack = self._stacks[key].get(unit.matrices[0])
@@ -139,8 +138,7 @@ class OwnersEngine(Engine):
         matrices = list(self._owned.here)
         how = self._settings.schedule, self._settings.digest, self._group_of
         self._message = VerdictMessage(runtime, None, *how, matrices, [True] * len(matrices))
-        # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
-        # where they come in slices.
+        # Whether finite gradients can be too large for momentum, which lies elsewhere than slices.
         kept = self._momentum() if runtime.keeps_whole else {}
         self._narrows = any(
             torch.finfo(g.dtype).max > 2 * torch.finfo(kept[i].dtype).max
@@ -326,8 +324,7 @@ class OwnersEngine(Engine):
         return {name: float(value) for name, value in self._runtime.update_rms().items()}
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Momentum, masters and what variants keep, whole, as rows on all ranks; a collective
-        call."""
+        """Momentum, masters and what variants keep, as rows on all ranks; a collective call."""
         runtime = self._runtime
         runtime.transport.meet("opt.state_dict()")
         others = (p for _, p in chain.from_iterable(self._adamw.values()))

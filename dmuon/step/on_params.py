@@ -103,8 +103,7 @@ class _Stack:
 
 
 class _Sizes:
-    """The norms of updates as they are made, and by what they become root mean squares: joined in
-    few launches once all are there."""
+    """The norms of updates, and their factors to root mean squares: joined once all are there."""
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
@@ -123,8 +122,7 @@ class _Sizes:
         self._index.append(stack.index)
 
     def squares(self) -> Tensor | None:
-        """The mean squares in the order in which they were noted; of a slice its share. None of
-        nothing."""
+        """The mean squares as they were noted (None: nothing was); of a slice its share."""
         if not self._norms:
             return None
         torch._foreach_mul_(self._norms, self._factors)
@@ -390,8 +388,7 @@ class ParamsEngine(Engine):
         self._outcome, self.skips.finite = _Outcome(), False
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
-        """Take the step; the updates of the last buckets are applied later. None: nothing was done,
-        because a gradient is not finite."""
+        """Take the step but for the last updates; None: nothing, as a gradient is not finite."""
         runtime, operands = self._runtime, self._operands
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
@@ -510,8 +507,7 @@ class ParamsEngine(Engine):
     # ---- Newton-Schulz -------------------------------------------------------------------
 
     def _orthogonalize(self, unit: Unit, operand: Tensor) -> Tensor:
-        """The updates of normalized matrices ``[b, rows, cols]``, which are overwritten; valid
-        until the next call."""
+        """The updates of normalized matrices, which are overwritten; valid until the next call."""
         self._telemetry.watch.start()
         update = self._kernels.run(self._call(unit), operand)
         self._kept.accept(unit, update)
@@ -569,8 +565,7 @@ class ParamsEngine(Engine):
         self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
-        """The gradients of AdamW's parameters: one that is missing here counts as zero where it is
-        not missing everywhere."""
+        """Gradients of AdamW's parameters; one that is missing here alone counts as zero."""
         return {
             i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))
             for i, p in chain.from_iterable(self._adamw.values())
