@@ -92,17 +92,8 @@ class Hyper:
         decay = 1 - lr * group["weight_decay"]
         if "momentum_mode" not in group:  # of AdamW alone
             return cls(lr, decay, None)
-        return cls(
-            lr,
-            decay,
-            group["adjust_lr_fn"],
-            group["momentum"],
-            group["nesterov"],
-            group["momentum_mode"],
-            group["dampening"],
-            group["eps"],
-            group["cautious_weight_decay"],
-        )
+        names = "adjust_lr_fn", "momentum", "nesterov", "momentum_mode", "dampening", "eps"
+        return cls(lr, decay, *(group[name] for name in (*names, "cautious_weight_decay")))
 
     def adjusted(self, rows: int, cols: int) -> float:
         """The learning rate of a ``rows x cols`` matrix."""

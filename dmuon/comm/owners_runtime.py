@@ -27,13 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm import reducer as reduction
-from dmuon.comm.buckets import (
-    Buffer,
-    Slices,
-    allocate,
-    gradient_bucket,
-    publish_buckets,
-)
+from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, publish_buckets
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups

@@ -19,14 +19,7 @@ from torch import Tensor
 from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
-from dmuon.kernels.choice import (
-    Speeds,
-    fixed_choice,
-    is_safe,
-    ops_of,
-    restarts_of,
-    segments_of,
-)
+from dmuon.kernels.choice import Speeds, fixed_choice, is_safe, ops_of, restarts_of, segments_of
 from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
 from dmuon.kernels.ops import Peers, SliceOps, Take
 from dmuon.tensors import normalize_

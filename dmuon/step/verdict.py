@@ -75,13 +75,12 @@ class Fields:
 
     def __init__(
         self,
-        specs: ModelSpecs,
+        runtime: LayoutRuntime,
         shards: ShardMap | None,
-        rank: int,
-        device: torch.device,
         matrices: Sequence[int],
         counts: Sequence[bool],
     ) -> None:
+        specs, rank, device = runtime.plan.specs, runtime.transport.rank, runtime.device
         every = range(len(specs.matrices))
         self.travelling = [i for i in every if shards is None or not shards.is_local(i)]
         self.norm_of = norm_of = {i: n for n, i in enumerate(self.travelling)}
@@ -147,7 +146,7 @@ class VerdictMessage:
     ) -> None:
         self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
-        self._fields = Fields(specs, shards, transport.rank, runtime.device, matrices, counts)
+        self._fields = Fields(runtime, shards, matrices, counts)
         self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
         # Parameters of which gradients that some ranks lack, or that differ, are an error.
         is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1

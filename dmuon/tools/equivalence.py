@@ -283,7 +283,7 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Finds matrices that are not to the bit what each rank computes; ``different`` on all ranks."""
+    """Finds matrices that differ by a bit from what each rank computes; ``different`` on all."""
 
     def __init__(self) -> None:
         self.different: set[str] = set()
