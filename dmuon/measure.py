@@ -139,8 +139,7 @@ def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> di
 
 
 class Pace:
-    """How long a run will take: as long as before, or as the model says, corrected by the known
-    times of others. ``clock`` gives seconds."""
+    """How long a run will take: as before, or as the model says, corrected by known times."""
 
     def __init__(
         self,

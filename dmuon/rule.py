@@ -121,8 +121,7 @@ class Hyper:
 def momentum_dtypes(
     asked: str | None, weight: torch.dtype, master_weights: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype in which momentum is kept, and that in which it is advanced, which is wider where
-    ``momentum_dtype`` asks for a narrow one."""
+    """The dtype in which momentum is kept, and the perhaps wider one in which it is advanced."""
     plain = torch.float32 if master_weights else weight
     kept = plain if asked is None else getattr(torch, asked)
     return kept, torch.promote_types(kept, plain)
@@ -350,8 +349,7 @@ class Rule:
         scales: Tensor | None = None,
         stays: Tensor | None = None,
     ) -> None:
-        """`advance`, and where there is ``out`` operands times ``scales`` ``[n]`` into it.
-        ``working`` and ``stays``: see `operand`."""
+        """`advance`, and operands times ``scales`` ``[n]`` into ``out``; see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
         for kernels, some, (held, own, *to) in _routes(*lists, working=working):
             mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
@@ -453,8 +451,7 @@ class Rule:
 
 @cache
 def list_kernels(device: torch.device) -> Any:
-    """The kernels of `dmuon.kernels.triton_lists`, which pass over a list of tensors once; None
-    where there are none, with one warning where there should be."""
+    """The one-pass kernels of `triton_lists`; None, with one warning if there should be some."""
     if not devices.of(device).has_triton:
         return None
     from dmuon.kernels.choice import why_not
@@ -508,8 +505,7 @@ def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iter
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
-    """A function that copies each source into its target, of the same shape: parts of matrices,
-    which may be transposed. The pairs are sorted once, here."""
+    """A function that copies sources into targets of their shape, sorted once; maybe transposed."""
     device = targets[0].device if targets else torch.device("meta")
     kernels, found = list_kernels(device), {"flat": (targets, sources)}
     if kernels is not None or device.type == "cpu":
@@ -601,8 +597,7 @@ def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Te
 
 
 def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[Hyper]) -> Tensor:
-    """Bounds of the elements of what `momentum_update` makes of each pair, ``[n]`` float64; inf
-    where it may overflow in its buffer's dtype."""
+    """Bounds of elements of `momentum_update`, ``[n]`` float64; inf where it may overflow."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf)).double()
     bounds = []
     for peak, before, buffer, h in zip(

@@ -206,8 +206,7 @@ def divide_(x: Tensor, norms: Tensor) -> Tensor:
 
 
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the host may read norms to see if scaling is needed: where that costs no wait, not in
-    a compiled graph, and where `x` and `dtype` have one range."""
+    """Whether the host may read norms without waiting, and `x` and `dtype` have one range."""
     if torch.compiler.is_compiling() or not host_can_read(x.device):
         return False
     return {x.dtype, dtype} <= {torch.float32, torch.bfloat16}

@@ -173,8 +173,7 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans of dtype ``dtype``, one after the other: what one place gets of the reduce-scatter of a
-    bucket's segments of that dtype, or what is all-reduced."""
+    """Spans of dtype ``dtype``, in order: what one place gets of a reduce-scatter, or everyone."""
 
     shard: int  # where it ends; EVERYONE if it is all-reduced
     dtype: str

@@ -296,8 +296,7 @@ class ReducedRuntime(OwnersRuntime):
             reducer.take(self._index[id(p)], None if p.grad is None else grad)
         reducer.launch_ready()
         if bucket.is_last():
-            # DDP queues its own end (it writes p.grad) right after this hook returns; ours must
-            # come after that one, hence the second turn in the queue.
+            # DDP queues its own end right after this hook returns; ours must come after that.
             reduction.at_end_of_backward(lambda: reduction.at_end_of_backward(reducer.finish))
 
     def close(self) -> None:

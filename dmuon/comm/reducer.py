@@ -615,8 +615,7 @@ def hook_gradients(
     parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
 ) -> list[Callable[[], None]]:
     """Call the method ``accumulated(number)`` for each parameter with a new gradient."""
-    # The engine keeps hooks where the garbage collector does not look; a strong reference back to
-    # the parameters would keep all of them for ever.
+    # The engine keeps hooks where no garbage collector looks: a strong reference would last.
     weak = weakref.WeakMethod(accumulated)
 
     def on_gradient(number: int, _: Tensor) -> None:

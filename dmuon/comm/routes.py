@@ -152,14 +152,12 @@ class BucketRoute:
     everywhere: bool  # every rank holds it whole
 
 
-# What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
-# slot holds the transpose, box in that shape).
+# Of a matrix: (position in its unit, matrix, its shape there, is its slot transposed, box in it).
 MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """The box of a matrix that a unit has, from the corner of the matrix, in its parameter's dims:
-    all of it, or a co-owner's slice of the longer dim."""
+    """A unit's box of a matrix, from its corner, in its parameter's dims: all, or a slice of it."""
     matrix = unit.matrices[position]
     box = Box.at_origin(shards.boxes[matrix].shape)
     if not unit.co_owners:
@@ -217,8 +215,7 @@ def _parts_at(
 def _contents(
     shards: ShardMap, unit: Unit, position: int, rank: int, everywhere: bool
 ) -> Iterator[tuple[str, int, MatrixPart]]:
-    """(message, named as in `BucketRoute`, peer, what it has of a matrix), which every rank holds
-    whole, or the ranks of one replica in pieces."""
+    """(message of `BucketRoute`, peer, what it has) of a matrix, whole everywhere or in pieces."""
     i, is_first = unit.matrices[position], unit.owner == unit.first_owner
     part, block = _parts_at(shards, unit, position, rank)
     if everywhere:

@@ -91,8 +91,7 @@ class Transport:
         return value
 
     def meet(self, call: str) -> None:
-        """Wait until every rank has come to ``call``, which takes collectives; OwnershipError if
-        one does not, before any of them is issued."""
+        """Wait until every rank has come to ``call``; OwnershipError if one does not."""
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """All ranks as a mesh of one axis; None where there is no other rank."""
@@ -108,8 +107,7 @@ class Transport:
 
 @dataclass(slots=True, eq=False)
 class _Issued(Work):
-    """Collectives under way that count as one, whose failure says where to look. With ``finish``
-    the host waits for them, once, and calls it then."""
+    """Collectives that count as one. With ``finish`` the host waits, and calls it once."""
 
     transport: C10dTransport
     tag: str
@@ -129,8 +127,7 @@ class _Issued(Work):
 
 
 def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
-    """Add the rows of ``others`` to ``into``, which belongs before row ``place``, from the first to
-    the last: so it rounds alike at every place."""
+    """Add ``others`` in order, ``into`` before row ``place``: so it rounds alike everywhere."""
     if place:
         for other in others[1:place]:
             others[0].add_(other)
@@ -441,8 +438,7 @@ class C10dTransport(Transport):
         return DeviceMesh.from_group(every or self.group, device.type)
 
     def end_planning(self) -> None:
-        """From now on wait no longer than the default group does, unless a timeout was given:
-        only while it plans may a rank take longer than users expect."""
+        """Wait no longer than the default group from now on, unless a timeout was given."""
         group, asked = self.group, timeout_of(dist.group.WORLD)
         now = timeout_of(group)
         if self._timeout_s is None and asked is not None and now is not None and asked < now:
@@ -477,9 +473,8 @@ Meter = Counter[str]  # bytes that this rank handed to collectives, by tag
 
 
 def connect(transport: Transport, device: torch.device, *, gathers: bool = False) -> None:
-    """Run a first all-to-all, or a first all-gather, in an accelerator's process group; a
-    collective call. It connects the ranks that send each other something and waits for them: in a
-    step two groups' could wait for each other."""
+    """Run a first all-to-all, or all-gather, in an accelerator's process group; a collective call.
+    It connects ranks and waits for them: in a step two groups' could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world

@@ -384,8 +384,7 @@ def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
 def _product_seconds(dtype: torch.dtype, side: int) -> tuple[float, float, float]:
     """The shortest times of a small product, of one of side x side, and of that in two strips; in
     turns, so that a slow moment of the machine spoils a number of each."""
-    # Freed at once: from then on malloc keeps blocks of up to this size, as it does in training,
-    # instead of fetching new pages for each product.
+    # Freed at once: malloc keeps blocks of this size from then on, as it does in training.
     torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
     whole, strips = MatmulOps(), ops.StripsOps(side // 2)
     runs = []

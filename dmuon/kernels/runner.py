@@ -131,8 +131,7 @@ class Orthogonalizer:
         *,
         capture: bool = False,
     ) -> None:
-        """Allocate the workspace for these calls, one at a time, and prepare them; ``capture`` them
-        now, which overwrites the tensors that they run on.
+        """Allocate a workspace for these calls, and prepare them; ``capture`` overwrites tensors.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
         cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
@@ -215,8 +214,7 @@ class Orthogonalizer:
         return [found[n] for n in range(len(calls))]
 
     def operand(self, call: Call) -> Tensor:
-        """Where to write the matrices of a call, ``[b, rows, cols]``, as `normalize_` takes them;
-        valid until the next call is run or asked for."""
+        """Where to write the matrices of a call, for `normalize_`; valid until the next call."""
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ from dmuon.types import OwnershipError
 class OwnerState:
     """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
 
-    With ``with_masters`` there are float32 masters of units of lower precision beside it. Stacks
-    are by name and by their unit's first matrix.
+    ``with_masters``: with float32 masters of lower precision. Stacks are by name and first matrix.
     """
 
     def __init__(

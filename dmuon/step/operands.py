@@ -31,8 +31,7 @@ Outlet = tuple[int, Tensor | Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a step writes operands by: gradients by block, hyperparameters by param group, and by
-    position the scales, and what is bad (see `Verdict`)."""
+    """What operands are written by: gradients by block, and by position scales and what is bad."""
 
     grads: Sequence[Tensor]
     hypers: Sequence[Hyper]
@@ -320,8 +319,7 @@ class Operands(_InOrder):
         return [(n, view.view(stack.shape)) for (n, stack), view in zip(stacks, views, strict=True)]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """The operands of an outlet, scaled, to where they leave; zeros where they are bad.
-        Without scales they have been masked, and are copied."""
+        """Scaled operands to where they leave, zeros where bad; without scales as they are."""
         first, to = outlet
         assert isinstance(to, Tensor)
         source = self.stack(first, first + len(to))

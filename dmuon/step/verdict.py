@@ -264,8 +264,7 @@ class VerdictMessage:
         return torch.tensor(numbers, device=self._empty.device)
 
     def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
-        """Norms of whole matrices from a summed vector, wherever they lie; 0 where they are not
-        finite, because such matrices travel as zeros."""
+        """Norms of whole matrices from a summed vector; 0 where not finite, as they travel."""
         return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
 
     def all_are_new(self, vector: Tensor) -> bool:

@@ -228,8 +228,7 @@ class Prefetcher:
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
-        """Send gradients of the layers that backward has passed by, at their places among the
-        gathers, where the ranks that have all of theirs send them.
+        """Send gradients of the layers that backward has passed by, where others send theirs.
 
         Zeros for a layer that has not run since the step; when ``ending``, what there is.
         """
@@ -278,8 +277,7 @@ class Prefetcher:
     # ---- between passes ----------------------------------------------------------------------
 
     def join_passes(self) -> None:
-        """If no backward ran here since the step, take part in the others' all the same, and in the
-        forward pass before it if there was none here."""
+        """Take part in the others' passes since the step if no backward (and forward) ran here."""
         if self.backwards:
             return
         if self.reducer is not None:
@@ -372,8 +370,7 @@ def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callabl
 def _announce(
     prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
-    """Fetch the weights before the backward of ``output``, or of what the modules of ``area`` keep;
-    returns False if ``output`` has no backward."""
+    """Fetch weights before the backward of ``output`` (False: it has none), or of what is kept."""
     step = prefetcher.steps
 
     def before_backward(prefetcher: Prefetcher, _: Tensor) -> None:
