@@ -579,12 +579,8 @@ def _lerp_weight(momentum: float, buffer: Tensor) -> float:
 
 def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
     """`Rule.advance` and `Rule.operands` of one tensor, perhaps ``buffer``: do not write to it."""
-    if h.mode == "ema":
-        buffer.lerp_(grad, 1 - h.momentum)
-        return buffer.lerp(grad, _lerp_weight(h.momentum, buffer)) if h.nesterov else buffer
-    assert h.mode == "sgd", h.mode
-    buffer.mul_(h.momentum).add_(grad, alpha=1 - h.dampening)
-    return grad.add(buffer, alpha=h.momentum) if h.nesterov else buffer
+    Rule().advance([buffer], [grad], h)
+    return _ahead([buffer], [grad], h)[0] if h.nesterov else buffer
 
 
 def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Tensor]:

@@ -201,14 +201,6 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
 # ---- parameters that a model trains -----------------------------------------------------------
 
 
-def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise OwnershipError if the model has another parameter by now, with a gradient."""
-    known = {id(p) for p in parameters}
-    for name, p in model.named_parameters():
-        if id(p) not in known and p.requires_grad and p.grad is not None:
-            raise replaced(canonical_name(name))
-
-
 class ParameterWatch:
     """Notices cheaply when a model trains other ``parameters`` than planned. Keeps no module.
 

@@ -443,22 +443,16 @@ def hook_module(
 # ---- state dicts of modules ------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Load:
-    """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it."""
-
-    module: weakref.ref[nn.Module]
-    errors: list[str]  # the call's own, of what does not fit
-    is_collective: bool = False  # there are parameters below that are kept elsewhere
-    found: dict[int, Any] = dataclasses.field(default_factory=dict)  # those in the state dict
-
-
 class _StateDicts:
     """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
     load them from any form, at the end of the outermost call; collective calls. Inside
     ``materialized`` they are whole, as in any module. ``given`` is what torch gives such hooks."""
 
-    _call: _Load | None = None  # that is open, or was cut off
+    # Of a load that is open, or was cut off: torch has one list of errors per call.
+    _errors: list[str] | None = None
+    _root: weakref.ref[nn.Module]
+    _found: dict[int, Any]
+    _is_collective = False  # there are parameters below that are kept elsewhere
 
     def save(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         _, state, prefix, _ = given
@@ -471,11 +465,12 @@ class _StateDicts:
 
     def load(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         module, state_dict, prefix, metadata, _, _, _, errors = given
-        if self._call is None or self._call.errors is not errors:  # torch has one list per call
-            self._call = _Load(weakref.ref(module), errors)
-        call, storage = self._call, prefetcher.storage
+        if self._errors is not errors:
+            self._errors, self._root = errors, weakref.ref(module)
+            self._found, self._is_collective = {}, False
+        storage = prefetcher.storage
         elsewhere = storage.kept_elsewhere(names)
-        call.is_collective = call.is_collective or bool(elsewhere)
+        self._is_collective = self._is_collective or bool(elsewhere)
         for name, p in elsewhere.items():
             key = prefix + name
             if key not in state_dict:
@@ -487,18 +482,18 @@ class _StateDicts:
                 )
             flaw = storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
-            call.found[p] = state_dict[key]
+            self._found[p] = state_dict[key]
             # So torch copies what is there already.
             state_dict[key] = module.get_parameter(name)
 
     def loaded(self, prefetcher: Prefetcher, module: nn.Module, _: Any) -> None:
-        call = self._call
-        if call is None or call.module() is not module:
+        errors = self._errors
+        if errors is None or self._root() is not module:
             return
-        self._call = None
-        if call.is_collective:
+        self._errors = None
+        if self._is_collective:
             prefetcher.begin_access()
-            prefetcher.storage.load(call.found, call.errors)
+            prefetcher.storage.load(self._found, errors)
             prefetcher.drop()  # what was launched ahead is old
 
 
