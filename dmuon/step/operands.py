@@ -248,7 +248,8 @@ class Operands(_InOrder):
             group, dtype, has_operand = kinds[first]
             end = last if has_operand else first
             stacks = [self.stack(n, n + 1)[0] for n in range(first, end)]
-            runs, blocks = self.runs(first, end), self.order[first:last]
+            runs = [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, end)]
+            blocks = self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
@@ -261,11 +262,8 @@ class Operands(_InOrder):
         flat = self._state.workspace.narrow(0, self._starts[first], numel)
         return flat.view(last - first, *shape)
 
-    def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
-        """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
-        return [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, last)]
-
     def _equal(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Ranges of equal blocks that follow each other there."""
         kinds = [(dtype, shape.numel()) for dtype, shape in self._shapes[first:last]]
         cuts = _cuts(kinds, self._sizes[first:last], self._state.chunk_bytes)
         return [(first + a, first + b) for a, b in cuts]
