@@ -132,6 +132,12 @@ def normalize(
     inf or a nan becomes nan throughout, a zero matrix stays zero. The result is written to ``out``
     if there is one, of x's shape and of `dtype`.
     """
+    if out is None and x.numel() and may_look(x, dtype):
+        # In half as many passes, to the same bits: scaling by a power of two changes no mantissa.
+        y = x.to(dtype, copy=dtype.itemsize < 4)
+        norms = norms_of(y)
+        if are_safe(norms, eps):
+            return y.div(norms) if dtype.itemsize >= 4 else divide_(y, norms)
     return normalize_(scaled(x, dtype, eps, out=out))
 
 
