@@ -318,7 +318,8 @@ class Rule:
     def operand_norms(
         self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
     ) -> Tensor:
-        """The norms of operands, ``[n]`` float64; not finite where one is not. Changes nothing."""
+        """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
+        changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
         for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:

@@ -98,7 +98,8 @@ def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
 
 
 def finite_marks(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor of a device, finite where all its elements are; none is empty."""
+    """A number for each tensor of a device that is finite where all of its elements are; none of
+    them is empty."""
     if host_can_read(tensors[0].device):
         # Vectorized there, as the largest absolute value is not. It overflows early at most.
         sums = [t.sum(dtype=t.dtype if t.dtype.itemsize > 2 else torch.float32) for t in tensors]

@@ -174,7 +174,8 @@ class VerdictMessage:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
-        gradient on this rank. ``others``: further matrices with known norms, and these.
+        gradient on this rank. ``others``: matrices whose norms are known elsewhere than in
+        ``norms``, and these.
         """
         fields, found, vector = self._fields, self.found, self._blank()
         for flag, is_here in zip(fields.flags, here, strict=True):
