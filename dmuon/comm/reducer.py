@@ -250,7 +250,7 @@ class _Flags:
         self._earlier: list[HostCopy] = []
 
     def agree(self, local: list[bool], unusable: list[bool], *, complete: bool) -> list[bool]:
-        """Which parameters have a gradient on any rank; ``complete``: all have a good one here."""
+        """Which parameters have a gradient on any rank; ``complete``: all have a dense one here."""
         number, flags = len(self._names), self._flags
         flags.zero_()
         if complete:
@@ -607,7 +607,7 @@ class GradientReducer:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    # The engine's own queue, as FSDP2: "when this backward is done" has no public name.
+    # The engine's own queue, as in FSDP2: "when this backward is done" has no public name.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

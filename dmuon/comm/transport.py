@@ -22,7 +22,8 @@ from dmuon.types import ConsensusError, OwnershipError
 
 
 class Work:
-    """A collective under way; this one is done. ``wait`` blocks a CPU's host, CUDA's stream."""
+    """A collective under way; this one is done. ``wait`` blocks the host on CPU, the current stream
+    on CUDA."""
 
     def wait(self) -> None: ...
 

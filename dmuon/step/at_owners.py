@@ -137,7 +137,8 @@ class OwnersEngine(Engine):
         matrices = list(self._owned.here)
         how = self._settings.schedule, self._settings.digest, self._group_of
         self._message = VerdictMessage(runtime, None, *how, matrices, [True] * len(matrices))
-        # Whether finite gradients can be too large for momentum, which lies elsewhere than slices.
+        # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
+        # where they come in slices.
         kept = self._momentum() if runtime.keeps_whole else {}
         self._narrows = any(
             torch.finfo(g.dtype).max > 2 * torch.finfo(kept[i].dtype).max

@@ -500,7 +500,8 @@ class _StateDicts:
 def hook_state_dicts(
     prefetcher: Prefetcher, model: nn.Module, index: Mapping[int, int]
 ) -> list[Remove]:
-    """The hooks of `_StateDicts` on modules with parameters of ``index``, which numbers ids."""
+    """The hooks of `_StateDicts`, on every module with dedicated parameters in it or below.
+    ``index`` gives their numbers by id."""
     hooks, removers = _StateDicts(), []
     load, loaded, save = (
         _while_alive(prefetcher, action) for action in (hooks.load, hooks.loaded, hooks.save)
