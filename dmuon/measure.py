@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -139,8 +139,7 @@ def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> di
 
 
 class Pace:
-    """How long a run will take: as long as before, or as the model says, corrected by the known
-    times of others. ``clock`` gives seconds."""
+    """How long a run will take: as before, or as the model says, corrected by known times."""
 
     def __init__(
         self,
@@ -232,8 +231,7 @@ def median_times(
 
 
 def first_turns(device: torch.device) -> int:
-    """Runs until the first time that counts: on an accelerator the first of them compiles kernels
-    and the second is captured."""
+    """Runs until the first time that counts: an accelerator compiles first, then captures."""
     return 1 if devices.of(device).is_cpu else 3
 
 
@@ -262,9 +260,8 @@ def _suffice(times: Sequence[float], is_long: bool) -> bool:
 class OwnerTimer:
     """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
 
-    ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
-    normalized matrices. As in an optimizer all calls share one workspace. ``sharing`` processes
-    share the memory.
+    ``momentum``: momentum, normalization and Newton-Schulz, else the last alone on normalized
+    matrices. As in an optimizer all calls share one workspace. ``sharing`` processes share memory.
     """
 
     def __init__(
@@ -293,8 +290,7 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else None)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Allocate memory in which these can run one at a time. Returns those that need no more
-        than a quarter of the free memory."""
+        """Allocate memory for these, one at a time; returns those that fit a quarter of it."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
@@ -303,8 +299,7 @@ class OwnerTimer:
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
         self._runner.reserve([self._call(*run) for run in fitting])
-        # An own generator and explicit devices and dtypes: the user's random state and defaults
-        # neither change nor matter.
+        # An own generator, explicit devices and dtypes: the user's defaults do not matter.
         generator = devices.of(self.device).generator(0)
         for dtype in {case.key[2] for case, _ in fitting}:
             most = max(math.prod(case.shape) for case, _ in fitting if case.key[2] == dtype)
@@ -341,8 +336,7 @@ class OwnerTimer:
 
     @property
     def slowdown(self) -> float:
-        """Wall time of all runs so far over the thread's own time: 1, unless processes outnumber
-        processors."""
+        """Wall time of all runs over the thread's own: 1, unless processes outnumber processors."""
         return self._spent_ms / self._all_own_ms if self._all_own_ms else 1.0
 
     def _timed(self, work: Callable[[], object]) -> Stopwatch:
@@ -455,8 +449,7 @@ def choose_kernels(
     """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
     that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
 
-    The other cases are left to the rule, which also wins where nothing is clearly faster; with
-    these ``speeds``, or the fixed ones.
+    The rule for these ``speeds`` has the other cases, and wins where nothing is clearly faster.
 
     Raises:
         ValueError: the options ask for what cannot run on this device.
@@ -867,10 +860,10 @@ def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> di
 
 
 class ProgressLine:
-    """Says on standard error what is measured, on one rank and once it has taken two seconds: with
-    a bar in a terminal, elsewhere in a single line.
+    """Says on standard error what is measured, on one rank and once it has taken two seconds: in a
+    terminal the case, in a line that leaves nothing behind; elsewhere once.
 
-    It is drawn on each call, because a thread that draws would disturb the measurement.
+    It is written on each call, because a thread that writes would disturb the measurement.
     """
 
     def __init__(self, *, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -880,37 +873,21 @@ class ProgressLine:
     @contextmanager
     def of(self, what: str, total: int) -> Iterator[Progress]:
         """Says ``what`` is done, and how many of ``total`` runs are."""
-        bar: Any = None
+        end = ""
 
         def show(done: int, case: Case) -> None:
-            nonlocal bar
+            nonlocal end
             if self._clock() < self._visible_at:
                 return
-            if not sys.stderr.isatty():
-                self._visible_at = math.inf
-                sys.stderr.write(f"{what} ({done} of {total}); later runs find it in the cache\n")
-                sys.stderr.flush()
-                return
-            batch, rows, cols = case.shape
-            text = f"{what}, {batch} x [{rows}, {cols}]"
-            if bar is None:
-                from rich import progress
-                from rich.console import Console
+            text, (batch, rows, cols) = f"{what} ({done} of {total})", case.shape
+            if sys.stderr.isatty():
+                text, end = f"\r{text}: {batch} x [{rows}, {cols}]\x1b[K", "\r\x1b[2K"
+            else:
+                text, self._visible_at = f"{text}; later runs find it in the cache\n", math.inf
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
-                # Drawn when it is told to, and leaves nothing behind.
-                bar = progress.Progress(
-                    progress.TextColumn("{task.description}", markup=False),
-                    progress.BarColumn(),
-                    progress.MofNCompleteColumn(),
-                    console=Console(stderr=True, force_jupyter=False),
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
-                bar.add_task(text, completed=done, total=total)
-                stack.enter_context(bar)
-            bar.update(bar.task_ids[0], completed=done, description=text, refresh=True)
-
-        with ExitStack() as stack:
+        try:
             yield show
+        finally:
+            sys.stderr.write(end)

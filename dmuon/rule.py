@@ -92,17 +92,8 @@ class Hyper:
         decay = 1 - lr * group["weight_decay"]
         if "momentum_mode" not in group:  # of AdamW alone
             return cls(lr, decay, None)
-        return cls(
-            lr,
-            decay,
-            group["adjust_lr_fn"],
-            group["momentum"],
-            group["nesterov"],
-            group["momentum_mode"],
-            group["dampening"],
-            group["eps"],
-            group["cautious_weight_decay"],
-        )
+        names = "adjust_lr_fn", "momentum", "nesterov", "momentum_mode", "dampening", "eps"
+        return cls(lr, decay, *(group[name] for name in (*names, "cautious_weight_decay")))
 
     def adjusted(self, rows: int, cols: int) -> float:
         """The learning rate of a ``rows x cols`` matrix."""
@@ -130,8 +121,7 @@ class Hyper:
 def momentum_dtypes(
     asked: str | None, weight: torch.dtype, master_weights: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype in which momentum is kept, and that in which it is advanced, which is wider where
-    ``momentum_dtype`` asks for a narrow one."""
+    """The dtype in which momentum is kept, and the perhaps wider one in which it is advanced."""
     plain = torch.float32 if master_weights else weight
     kept = plain if asked is None else getattr(torch, asked)
     return kept, torch.promote_types(kept, plain)
@@ -264,8 +254,7 @@ class Rule:
     def advance(self, buffers: list[Tensor], grads: list[Tensor], h: Hyper) -> None:
         """Momentum, in place on every buffer.
 
-        ``ema``: ``buffer = mu * buffer + (1 - mu) * grad``. ``sgd``: ``buffer = mu * buffer +
-        (1 - dampening) * grad``.
+        ``buffer = mu * buffer + weight * grad``; weight: 1 - mu ("ema") or 1 - dampening ("sgd").
         """
         if h.mode == "ema":
             torch._foreach_lerp_(buffers, grads, 1 - h.momentum)
@@ -332,8 +321,7 @@ class Rule:
         """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
         changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
-        for kernels, some in _routes(buffers, grads, working=working):
-            held, own = _picked(some, buffers, grads)
+        for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:
                 each = self._norms_of_some(held, own, h, working)
             else:
@@ -362,11 +350,9 @@ class Rule:
         scales: Tensor | None = None,
         stays: Tensor | None = None,
     ) -> None:
-        """`advance`, and where there is ``out`` operands times ``scales`` ``[n]`` into it.
-        ``working`` and ``stays``: see `operand`."""
+        """`advance`, and operands times ``scales`` ``[n]`` into ``out``; see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
-        for kernels, some in _routes(*lists, working=working):
-            held, own, *to = _picked(some, *lists)
+        for kernels, some, (held, own, *to) in _routes(*lists, working=working):
             mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
             to_list = to[0] if to else None
             if kernels is None:
@@ -425,8 +411,7 @@ class Rule:
         (arXiv 2510.12402: where ``update * target >= 0``).
         """
         lists = [targets, updates] if weights is None else [targets, updates, weights]
-        for kernels, some in _routes(*lists):
-            own, change, *of = _picked(some, *lists)
+        for kernels, some, (own, change, *of) in _routes(*lists):
             mask = _values_at(stays, some, len(targets))
             if kernels is None:
                 self._apply_some(own, change, h, lr, h.kept(mask), of[0] if of else None)
@@ -467,8 +452,7 @@ class Rule:
 
 @cache
 def list_kernels(device: torch.device) -> Any:
-    """The kernels of `dmuon.kernels.triton_lists`, which pass over a list of tensors once; None
-    where there are none, with one warning where there should be."""
+    """The one-pass kernels of `triton_lists`; None, with one warning if there should be some."""
     if not devices.of(device).has_triton:
         return None
     from dmuon.kernels.choice import why_not
@@ -487,11 +471,11 @@ def list_kernels(device: torch.device) -> Any:
 
 
 def _routes(
-    *lists: Sequence[Tensor], working: torch.dtype | None = None
-) -> Iterator[tuple[Any, list[int]]]:
-    """Positions in these lists, and the `list_kernels` that take them: contiguous tensors of up to
-    32 bits, on one device. None: torch's own operations do, with ``working`` of so many at a time
-    as `Device.chunk_bytes` has room for in that dtype."""
+    *lists: list[Tensor], working: torch.dtype | None = None
+) -> Iterator[tuple[Any, list[int], list[list[Tensor]]]]:
+    """(`list_kernels`, positions in these lists that they take, what is there): contiguous tensors
+    of up to 32 bits, on one device. None: torch's own operations do, with ``working`` of so many at
+    a time as `Device.chunk_bytes` has room for in that dtype."""
     if not lists[0]:
         return
     device = lists[0][0].device
@@ -500,11 +484,11 @@ def _routes(
     for n, tensors in enumerate(zip(*lists, strict=True)):
         suits = kernels and all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
         found[bool(suits)].append(n)
-    for some in found[:1] if working is None else _pieces(found[0], lists[0], working):
+    plain = found[:1] if working is None else _pieces(found[0], lists[0], working)
+    for kind, some in *((None, piece) for piece in plain), (kernels, found[1]):
         if some:
-            yield None, some
-    if found[1]:
-        yield kernels, found[1]
+            is_all = len(some) == len(lists[0])
+            yield kind, some, [t if is_all else [t[n] for n in some] for t in lists]
 
 
 def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
@@ -522,8 +506,7 @@ def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iter
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
-    """A function that copies each source into its target, of the same shape: parts of matrices,
-    which may be transposed. The pairs are sorted once, here."""
+    """A function that copies sources into targets of their shape, sorted once; maybe transposed."""
     device = targets[0].device if targets else torch.device("meta")
     kernels, found = list_kernels(device), {"flat": (targets, sources)}
     if kernels is not None or device.type == "cpu":
@@ -574,13 +557,6 @@ def _by_kind(
     return found
 
 
-def _picked(some: list[int], *lists: list[Tensor]) -> list[list[Tensor]]:
-    """These positions of lists."""
-    if len(some) == len(lists[0]):
-        return list(lists)
-    return [[tensors[n] for n in some] for tensors in lists]
-
-
 def _values_at(values: Tensor | None, some: list[int], count: int) -> Tensor | None:
     """These positions of ``[count]`` values; one that is for all stays."""
     if values is None or not values.ndim or len(some) == count:
@@ -603,14 +579,9 @@ def _lerp_weight(momentum: float, buffer: Tensor) -> float:
 
 
 def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
-    """`Rule.advance` and `Rule.operands` of one tensor, in its dtype. The result may be ``buffer``
-    itself; do not write to it."""
-    if h.mode == "ema":
-        buffer.lerp_(grad, 1 - h.momentum)
-        return buffer.lerp(grad, _lerp_weight(h.momentum, buffer)) if h.nesterov else buffer
-    assert h.mode == "sgd", h.mode
-    buffer.mul_(h.momentum).add_(grad, alpha=1 - h.dampening)
-    return grad.add(buffer, alpha=h.momentum) if h.nesterov else buffer
+    """`Rule.advance` and `Rule.operands` of one tensor, perhaps ``buffer``: do not write to it."""
+    Rule().advance([buffer], [grad], h)
+    return _ahead([buffer], [grad], h)[0] if h.nesterov else buffer
 
 
 def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Tensor]:
@@ -623,8 +594,7 @@ def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Te
 
 
 def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[Hyper]) -> Tensor:
-    """Bounds of the elements of what `momentum_update` makes of each pair, ``[n]`` float64; inf
-    where it may overflow in its buffer's dtype."""
+    """Bounds of elements of `momentum_update`, ``[n]`` float64; inf where it may overflow."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf)).double()
     bounds = []
     for peak, before, buffer, h in zip(
@@ -652,21 +622,10 @@ def _decay_cautiously(targets: list[Tensor], updates: list[Tensor], kept: float 
 def update_norms(updates: Tensor) -> Tensor:
     """The norm of each matrix of ``[b, m, n]``: ``[b]`` float32."""
     if updates.is_cpu:
-        # Row by row, because there torch would copy half precision to sum it up in float32: three
-        # digits of each row are enough.
+        # Row by row: half precision would be copied for a sum in float32. Three digits are enough.
         updates = torch.linalg.vector_norm(updates, dim=-1)
     found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
     return found.float()
-
-
-def update_rms(updates: Tensor, scale: float) -> Tensor:
-    """Root mean square of ``scale * update`` of each matrix of ``[b, m, n]``: ``[b]`` float32.
-
-    With "match_rms_adamw" and ``scale`` the adjusted over the plain learning rate this is about
-    0.2, the RMS of an AdamW update.
-    """
-    rows, cols = updates.shape[-2:]
-    return update_norms(updates).mul_(scale / math.sqrt(rows * cols))
 
 
 # ---- variants ----------------------------------------------------------------------------
@@ -734,8 +693,7 @@ def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
     """A float32 master of a weight that somebody may have written to.
 
-    Elements that still round to the weight keep their extra bits; the others take the weight, a
-    nan too.
+    Elements that still round to the weight keep their extra bits; the others take the weight.
     """
     return torch.where(master.to(weight.dtype) == weight, master, weight)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,6 +93,29 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> defaultdict[K, list[V]]:
     for key, value in pairs:
         found[key].append(value)
     return found
+
+
+def runs_of(
+    members: Iterable[V],
+    size: Callable[[V], int],
+    most: int,
+    kind: Callable[[V], object] = lambda _: None,
+) -> Iterator[list[V]]:
+    """``members`` in their order, cut where their kind changes and once ``most`` is reached.
+
+    >>> list(runs_of("aaabb", lambda c: 2, 4, kind=str))
+    [['a', 'a'], ['a'], ['b', 'b']]
+    """
+    found: list[V] = []
+    total = 0
+    for member in members:
+        if found and (total >= most or kind(member) != kind(found[0])):
+            yield found
+            found, total = [], 0
+        found.append(member)
+        total += size(member)
+    if found:
+        yield found
 
 
 def printable(text: str) -> str:

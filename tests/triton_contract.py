@@ -34,7 +34,6 @@ class Kernels:
     device: str
     syrk: ModuleType
     lists: ModuleType
-    small: ModuleType
 
     def momentum(
         self, buffer: Tensor, grad: Tensor, out: Tensor, eps: float = 1e-7, **how: Any
@@ -391,7 +390,7 @@ def check_small(
 ) -> None:
     """Against the standard form in float64."""
     wanted = by_hand(x, coefficients)
-    kernels.small.prepared_iteration(x, coefficients, restarts)()
+    kernels.syrk.prepared_iteration(x, coefficients, restarts)()
     error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
     limit = (tolerance or TOLERANCE[x.dtype]) * torch.linalg.vector_norm(wanted, dim=(-2, -1))
     assert (error <= limit).all(), error
@@ -423,7 +422,7 @@ def test_matrices_of_a_batch_do_not_meet(kernels, m):
     x[2] = 0
     alone = x[3:].clone()
     for batch in (alone, x):
-        kernels.small.prepared_iteration(batch, POLAR, (2,))()
+        kernels.syrk.prepared_iteration(batch, POLAR, (2,))()
     assert x[0].isfinite().all() and x[1].isnan().all() and (x[2] == 0).all()
     assert torch.equal(x[3], alone[0])
 
@@ -441,14 +440,14 @@ def test_small_strides_and_coefficients(kernels):
 def test_nothing_to_do_and_other_tensors(kernels):
     x = kernels.unit(1, 4, 5)
     before, none = x.clone(), x[:0]
-    kernels.small.prepared_iteration(x, (), ())()
-    kernels.small.prepared_iteration(none, POLAR, (2,))()
+    kernels.syrk.prepared_iteration(x, (), ())()
+    kernels.syrk.prepared_iteration(none, POLAR, (2,))()
     kernels.momentum(none, none.clone(), none.clone())
     kernels.update(none, none.clone(), 1.0, 1.0)
     assert torch.equal(x, before)
     wide, other = x.double(), kernels.random(1, 5, 4)
     for call in (
-        lambda: kernels.small.prepared_iteration(wide, POLAR, (2,)),
+        lambda: kernels.syrk.prepared_iteration(wide, POLAR, (2,)),
         lambda: kernels.update(x, other, 1.0, 1.0),
         lambda: kernels.momentum(x, wide, before),
         lambda: kernels.syrk.symm_mm(x, x, out=other),

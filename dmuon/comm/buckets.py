@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -28,7 +28,7 @@ from dmuon.config import BATCH_BUCKETS
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
-from dmuon.types import OwnershipError, grouped
+from dmuon.types import OwnershipError, grouped, runs_of
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 _BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
@@ -173,8 +173,7 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans of dtype ``dtype``, one after the other: what one place gets of the reduce-scatter of a
-    bucket's segments of that dtype, or what is all-reduced."""
+    """Spans of dtype ``dtype``, in order: what one place gets of a reduce-scatter, or everyone."""
 
     shard: int  # where it ends; EVERYONE if it is all-reduced
     dtype: str
@@ -215,25 +214,6 @@ def gradient_bucket(
         for (_, shard, dtype), mine in sorted(spans.items())
     )
     return GradientBucket(tuple(parameters), segments)
-
-
-def cut_by_bytes(
-    members: Iterable[int], nbytes: Callable[[int], int], bucket_bytes: int
-) -> list[list[int]]:
-    """``members`` in their order, cut as soon as ``bucket_bytes`` are reached.
-
-    >>> cut_by_bytes(range(5), lambda i: 10, 20)
-    [[0, 1], [2, 3], [4]]
-    """
-    found: list[list[int]] = []
-    size = bucket_bytes
-    for member in members:
-        if size >= bucket_bytes:
-            found.append([])
-            size = 0
-        found[-1].append(member)
-        size += nbytes(member)
-    return found
 
 
 # ---- buckets of weights ----------------------------------------------------------------------
@@ -298,7 +278,7 @@ def publish_buckets(
     done = []
     for owner, mine in by_owner.items():
         clock = 0.0
-        for members in cut_by_bytes(mine, lambda u: units[u].numel * item, bucket_bytes):
+        for members in runs_of(mine, lambda u: units[u].numel * item, bucket_bytes):
             clock += sum(units[u].ms for u in members)
             done.append((clock, owner, tuple(members)))
     return [(owner, members) for _, owner, members in sorted(done)]
@@ -316,9 +296,8 @@ def cut_buckets(
     ``travelling`` are the indices of the units that travel at all. Every owner has about the same
     share of its time in each bucket, so that none waits for another. The first and the last bucket
     are half as large, because nothing hides the gather of the first and the scatter of the last.
-    If an owner's units in a bucket would be larger than a batch may be, the bucket is cut once
-    more, so that none is larger than that or one unit. A unit with co-owners is in one bucket on
-    all of them.
+    No owner's units in a bucket are larger than a batch may be, or one unit; else it is cut once
+    more. A unit with co-owners is in one bucket on all of them.
     """
     by_owner = grouped((units[u].owner, u) for u in travelling)
     if not by_owner:

@@ -19,8 +19,7 @@ def attempt_in_all(
     what: str = "dmuon.Muon",
     digest: Callable[[T], str] = lambda _: "",
 ) -> T:
-    """Run ``work`` on every rank of these meshes, exchange the outcome once in each, and succeed or
-    fail together.
+    """Run ``work`` on every rank, exchange outcomes once in each mesh, succeed or fail together.
 
     A rank whose ``work`` raised raises that error again. ``digest`` describes the result in lines,
     which must be equal on all ranks of a mesh.
@@ -39,9 +38,9 @@ def attempt_in_all(
 
 
 def _compare(transport: Transport, what: str, text: str, error: Exception | None) -> None:
-    """Raise ConsensusError, on every rank, if one has an error, or with the first lines of its text
-    that differ from rank 0's."""
-    reports = transport.gather_objects((_told(error), hashlib.sha256(text.encode()).hexdigest()))
+    """Raise ConsensusError, on every rank, with the first error, or the lines that differ."""
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    reports = transport.gather_objects((told, hashlib.sha256(text.encode()).hexdigest()))
     for rank, (failure, _) in enumerate(reports):
         if failure is not None:
             raise ConsensusError(f"{what} failed on rank {rank}: {failure}")
@@ -66,10 +65,6 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except Exception as error:  # whatever it is, a rank that dies alone would hang the others
         return None, error
-
-
-def _told(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -101,12 +96,7 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
 
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
-    """Run ``solve`` on the mesh's first rank and give its text to every rank. Where it raised, the
-    other ranks raise ConsensusError."""
-    value, error = _outcome(solve) if transport.rank == 0 else (None, None)
-    text, failure = transport.broadcast_object((value, _told(error)), 0)
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise ConsensusError(f"planning failed on rank 0: {failure}")
-    return text  # type: ignore[no-any-return]
+    """Run ``solve`` on the first rank and give its text to all; ConsensusError where it raised."""
+    first = solve if transport.rank == 0 else str
+    text = attempt_in_all([transport], first, what="planning")
+    return transport.broadcast_object(text, 0)  # type: ignore[no-any-return]

@@ -99,11 +99,10 @@ def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) ->
 
 
 class Coverage:
-    """Calls ``wait`` at each wait point of a forward pass, for the buckets that it needs, and knows
-    which buckets of updates the pass has missed.
+    """Calls ``wait`` at each wait point of a forward pass, for the buckets that it needs, ``drain``
+    before state dicts are made or loaded, and knows which buckets of updates the pass has missed.
 
-    ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id. For
-    ``drain`` see `attach`.
+    ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id.
     """
 
     def __init__(
@@ -118,15 +117,22 @@ class Coverage:
         self._passed: set[int] = set()
         self._missed: dict[frozenset[int], list[int]] = {}
 
-        def before(number: int, needed: Sequence[int], at_root: bool) -> None:
+        def before(number: int, needed: Sequence[int], at_root: bool, *_: Any) -> None:
             if torch.is_grad_enabled():
                 self._passed.add(number)
             wait(needed, at_root)
 
         self.removers: list[Remove] = []
+        drained = Hook(lambda *_: drain())
         for number, point in enumerate(points):
-            needed = self._buckets(point.parameters)
-            self.removers += attach(point, partial(before, number, needed, point.is_root), drain)
+            act = partial(before, number, self._buckets(point.parameters), point.is_root)
+            # Traced, it would recompile whenever other updates are under way.
+            waits, module = Hook(opaque(act, point)), point.module
+            self.removers += (
+                module.register_forward_pre_hook(waits, prepend=True).remove,
+                module.register_state_dict_pre_hook(drained).remove,
+                module.register_load_state_dict_pre_hook(drained).remove,
+            )
 
     def _buckets(self, parameters: Iterable[int]) -> list[int]:
         return sorted(set().union(*(self._buckets_of.get(i, ()) for i in parameters)))
@@ -176,19 +182,6 @@ def opaque(action: Callable[..., None], point: WaitPoint) -> Callable[..., None]
     return unless_compiled if point.in_layer else hidden
 
 
-def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]) -> list[Remove]:
-    """Call ``wait`` before forward, ``drain`` before state dicts are made or loaded."""
-    module, drained = point.module, Hook(lambda *_: drain())
-    # Traced, it would recompile whenever other updates are under way.
-    before = opaque(wait, point)
-    handles = [
-        module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
-        module.register_state_dict_pre_hook(drained),
-        module.register_load_state_dict_pre_hook(drained),
-    ]
-    return [handle.remove for handle in handles]
-
-
 @contextmanager
 def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Inside, no module of ``model`` has any of ``parameters``. Afterwards each is where it was, in
@@ -206,15 +199,6 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
 
 
 # ---- parameters that a model trains -----------------------------------------------------------
-
-
-def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise OwnershipError if the model has another parameter by now, with a gradient; a missing
-    one may be a sign of this."""
-    known = {id(p) for p in parameters}
-    for name, p in model.named_parameters():
-        if id(p) not in known and p.requires_grad and p.grad is not None:
-            raise replaced(canonical_name(name))
 
 
 class ParameterWatch:
@@ -339,8 +323,7 @@ class Gathers:
 
     def by_other_methods(self) -> bool:
         """Whether `register_fsdp_forward_method` made a method gather, which calls no hook."""
-        # It puts a bound method of the module into it; as others do with ``forward``, which runs
-        # between hooks.
+        # It puts a bound method into the module; as others do with ``forward``, between hooks.
         return any(
             isinstance(value, MethodType) and value.__self__ is module and name != "forward"
             for module in self._modules

@@ -1,5 +1,4 @@
-"""The interface of every layout to the optimizer and its tools, and the part of it that layouts
-with momentum at owners share."""
+"""The interface of every layout to the optimizer and its tools, and what all of them share."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class LayoutRuntime(ABC):
     def _wait_at(
         self, points: Sequence[WaitPoint], buckets: Iterable[Iterable[int]], wait: Wait
     ) -> None:
-        """Wait at these points, as `Coverage` does; ``buckets`` gives the parameters whose updates
-        are in each."""
+        """Wait at these points, as `Coverage` does, for buckets with updates of parameters."""
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for b, parameters in enumerate(buckets):
             for p in parameters:

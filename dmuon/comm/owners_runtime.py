@@ -27,14 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm import reducer as reduction
-from dmuon.comm.buckets import (
-    Buffer,
-    Slices,
-    allocate,
-    cut_by_bytes,
-    gradient_bucket,
-    publish_buckets,
-)
+from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, publish_buckets
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
@@ -43,7 +36,7 @@ from dmuon.config import ReplicatedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
-from dmuon.types import DmuonError
+from dmuon.types import DmuonError, runs_of
 
 # (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
 # (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
@@ -86,8 +79,7 @@ class OwnersRuntime(LayoutRuntime):
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        """The weights that this rank stores of the matrix that is this box of a parameter: (matrix,
-        box in the parameter, a view)."""
+        """(matrix, its box, view) of what this rank stores of this box of a parameter."""
 
     @property
     def _bound(self) -> reduction.GradientReducer:
@@ -96,8 +88,7 @@ class OwnersRuntime(LayoutRuntime):
         return self.reducer
 
     def raise_noted(self) -> None:
-        """Raise what earlier rounds found that no host could read then: on every rank alike, before
-        anything is sent."""
+        """Raise what no host could read in earlier rounds, on every rank, before any sending."""
         self._bound.flags.raise_noted()
 
     def gradients(self) -> Gradients:
@@ -235,7 +226,7 @@ class ReducedRuntime(OwnersRuntime):
         order = reversed(range(len(specs.parameters)))
         buckets = [
             gradient_bucket(self.slices, members, adamw, 0, reduced)
-            for members in cut_by_bytes(order, nbytes, options.bucket_bytes)
+            for members in runs_of(order, nbytes, options.bucket_bytes)
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
         item = max(dtype.itemsize for dtype in dtypes.values())
@@ -305,8 +296,7 @@ class ReducedRuntime(OwnersRuntime):
             reducer.take(self._index[id(p)], None if p.grad is None else grad)
         reducer.launch_ready()
         if bucket.is_last():
-            # DDP queues its own end (it writes p.grad) right after this hook returns; ours must
-            # come after that one, hence the second turn in the queue.
+            # DDP queues its own end right after this hook returns; ours must come after that.
             reduction.at_end_of_backward(lambda: reduction.at_end_of_backward(reducer.finish))
 
     def close(self) -> None:
@@ -333,8 +323,7 @@ class ReducedRuntime(OwnersRuntime):
 
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
-        # Which parameters have a gradient on any rank is the same on every rank, so all leave the
-        # same buckets out.
+        # Which parameters have a gradient is known alike, so all ranks leave the same buckets out.
         for b, bucket in enumerate(self._broadcasts):
             for live in bucket.units:
                 live.where = self._with_gradients(live.unit)
@@ -387,8 +376,7 @@ class ReducedRuntime(OwnersRuntime):
         return [(i, box, whole[box.slices()])]
 
     def published(self) -> dict[str, Tensor]:
-        """The updates of the last step, ``[m, n]``, of each matrix that had a gradient; valid until
-        the next backward."""
+        """The last updates, ``[m, n]``, of matrices with a gradient, until the next backward."""
         self.synchronize()
         specs, found = self.plan.specs.matrices, dict[str, Tensor]()
         for live in chain.from_iterable(bucket.units for bucket in self._broadcasts):

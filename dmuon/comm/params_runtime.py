@@ -26,13 +26,12 @@ from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
-from dmuon.scheduler.specs import OwnerLimits, StateSizes
+from dmuon.scheduler.specs import OwnerLimits, StateSizes, canonical_name
 from dmuon.types import Layout
 
 
 class ParamsRuntime(LayoutRuntime):
-    """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the
-    parameters lie elsewhere."""
+    """``device`` is where Newton-Schulz runs; with CPU offload the parameters lie elsewhere."""
 
     def __init__(
         self,
@@ -144,9 +143,10 @@ class ParamsRuntime(LayoutRuntime):
         found = self.locals.gradients()
         missing = [grad is None for grad in found]
         if any(missing) and missing != self._missing:
-            model = self._model()
-            if model is not None:
-                hooks.check_replaced(model, self.parameters)
+            known, model = {id(p) for p in self.parameters}, self._model()
+            for name, p in () if model is None else model.named_parameters():
+                if id(p) not in known and p.requires_grad and p.grad is not None:
+                    raise hooks.replaced(canonical_name(name))
         self._missing = missing  # the same modules are unused, step after step
         return found
 

@@ -12,8 +12,7 @@ An inbound slot is free again when its matrices are assembled, before their Newt
 
 A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
 
-In a bucket's NS, units with co-owners come first, in one order on all of them, whatever else a rank
-owns, because they exchange sums on the way.
+In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
 
 
 def _aligned(numel: int) -> int:
-    """At least so many elements, so that the next ones begin where a line of a cache does: some
-    libraries round by the address of a matrix."""
+    """So many elements that the next begin at a cache line: some libraries round by the address."""
     return -(-numel // 32) * 32
 
 
@@ -125,8 +123,7 @@ class Bucket:
 
 
 class Copies:
-    """Pairs (target, source) of tensors, copied in every step. ``prepare`` turns the two lists into
-    a function that copies them; it is called once."""
+    """Pairs (target, source), copied in every step by what ``prepare`` makes of the two lists."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         found = list(pairs)

@@ -126,8 +126,7 @@ class ProcessGroups:
 
 @torch.no_grad()
 def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
-    """Give every rank the first one's values, as DDP does: (what is stored here, the ranks to
-    share it)."""
+    """Give every rank the first one's values, as DDP does: (what is stored here, who shares it)."""
     works = []
     for tensor, transport in tensors:
         data = tensor.detach()

@@ -147,16 +147,15 @@ class RoundState(State):
     OWED = "owed", "OPEN NONE"
 
 
-# How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
-# stream.
+# Buckets whose memory backward keeps on an accelerator; a side stream waits for older ones.
 UNDER_WAY = 4
 
 
 class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
 
-    ``deliveries``: where what is owned here is collected, and views of it. ``to_relay``: that is to
-    be reduced along replicas, too.
+    ``deliveries``: where what is owned here is collected, and views of it. ``to_relay``: to be
+    reduced along replicas, too.
     """
 
     def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
@@ -191,9 +190,8 @@ class _LiveSegment:
 
 
 class _LiveBucket:
-    """A bucket with its segments, and where in them the gradient of each parameter travels:
-    ``targets``, (first element of the gradient, view). Segments of one dtype travel to their owners
-    in one collective."""
+    """A bucket with its segments, and where in them gradients travel: ``targets``, (first element
+    of the gradient, view). Segments of one dtype travel to their owners in one collective."""
 
     def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
         self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
@@ -222,8 +220,7 @@ class _LiveBucket:
         groups.meter["gradients"] += sum(live.buffer.flat.nbytes for live in self.segments)
 
     def fill(self, parameter: int, grad: Tensor | None, *, add: bool) -> None:
-        """Write, or add, a parameter's share of the mean gradient (zeros for None) where it
-        travels."""
+        """Write, or add, a share of the mean gradient (zeros for None) where it travels."""
         for live in self.segments:
             live.buffer.hold()
         flat = None if grad is None else grad.detach().reshape(-1)
@@ -253,8 +250,7 @@ class _Flags:
         self._earlier: list[HostCopy] = []
 
     def agree(self, local: list[bool], unusable: list[bool], *, complete: bool) -> list[bool]:
-        """Which parameters have a gradient on any rank. ``complete``: all have one here that can be
-        reduced."""
+        """Which parameters have a gradient on any rank; ``complete``: all have a dense one here."""
         number, flags = len(self._names), self._flags
         flags.zero_()
         if complete:
@@ -359,8 +355,7 @@ class GradientReducer:
         return [self._name(p) for p in not_taken if self.parameters[p].grad is None]
 
     def begin(self) -> None:
-        """Start a round. One that a failed backward left open was finished before; DDP refuses to
-        go on after it."""
+        """Start a round. One left open by a failed backward has been finished; DDP refuses then."""
         if self._noted and not any(map(self._is_as_noted, self._noted)):
             self.clear()  # model.zero_grad() emptied the others, and these belong to them
         self.collect()
@@ -368,8 +363,7 @@ class GradientReducer:
         self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
-        """Copy one local gradient into its bucket; None counts as zero. DmuonError if the bucket
-        has left already."""
+        """Copy one local gradient (None: zero) into its bucket; DmuonError if that has left."""
         found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
             found.unusable[parameter] = True
@@ -477,8 +471,7 @@ class GradientReducer:
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
             if self._is_matrix(p):
-                # The owner has it now. Left here, a second backward would add to it and
-                # reduce the sum again.
+                # Left here, a second backward would add to it and reduce the sum again.
                 self.parameters[p].grad = None
 
     def _write_averaged(self, anywhere: list[bool]) -> None:
@@ -504,8 +497,7 @@ class GradientReducer:
     # ---- who else changes gradients ----------------------------------------------------------
 
     def note_averaged(self) -> None:
-        """Note the gradients in ``p.grad`` as they are: whoever changes them from now on forgets
-        those that owners have."""
+        """Note gradients in ``p.grad``: whoever changes them from now on forgets the owners'."""
         self._noted = {
             p: (grad.data_ptr(), grad._version)
             for p in self._bucket_of
@@ -615,8 +607,7 @@ class GradientReducer:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    # The engine's own queue: there is no public name for "when this backward is done", and FSDP2
-    # uses the same one.
+    # The engine's own queue, as in FSDP2: "when this backward is done" has no public name.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -624,8 +615,7 @@ def hook_gradients(
     parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
 ) -> list[Callable[[], None]]:
     """Call the method ``accumulated(number)`` for each parameter with a new gradient."""
-    # The engine keeps hooks where the garbage collector does not look; a strong reference back to
-    # the parameters would keep all of them for ever.
+    # The engine keeps hooks where no garbage collector looks: a strong reference would last.
     weak = weakref.WeakMethod(accumulated)
 
     def on_gradient(number: int, _: Tensor) -> None:

@@ -152,14 +152,12 @@ class BucketRoute:
     everywhere: bool  # every rank holds it whole
 
 
-# What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
-# slot holds the transpose, box in that shape).
+# Of a matrix: (position in its unit, matrix, its shape there, is its slot transposed, box in it).
 MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """The box of a matrix that a unit has, from the corner of the matrix, in its parameter's dims:
-    all of it, or a co-owner's slice of the longer dim."""
+    """A unit's box of a matrix, from its corner, in its parameter's dims: all, or a slice of it."""
     matrix = unit.matrices[position]
     box = Box.at_origin(shards.boxes[matrix].shape)
     if not unit.co_owners:
@@ -204,10 +202,6 @@ def _message(shards: ShardMap, pieces: _Pieces) -> Message:
     return Message(tuple(parts), tuple(splits))
 
 
-# (message, named as in `BucketRoute`, peer, what it has of a matrix)
-_Contents = Iterator[tuple[str, int, MatrixPart]]
-
-
 def _parts_at(
     shards: ShardMap, unit: Unit, position: int, rank: int
 ) -> tuple[MatrixPart, MatrixPart]:
@@ -218,34 +212,30 @@ def _parts_at(
     return part, (position, i, shards.boxes[i].shape, turned, box)
 
 
-def _published(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Contents:
-    """Of a matrix that every rank holds whole."""
+def _contents(
+    shards: ShardMap, unit: Unit, position: int, rank: int, everywhere: bool
+) -> Iterator[tuple[str, int, MatrixPart]]:
+    """(message of `BucketRoute`, peer, what it has) of a matrix, whole everywhere or in pieces."""
+    i, is_first = unit.matrices[position], unit.owner == unit.first_owner
     part, block = _parts_at(shards, unit, position, rank)
-    yield "published", unit.owner, part
-    if unit.owner == unit.first_owner:
-        yield "updates", 0, block
-    if unit.owner == rank:
-        yield "held", rank, part
-        yield "blocks", 0, block
-
-
-def _exchanged(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Contents:
-    """Of a matrix that the ranks of one replica hold in pieces."""
-    i = unit.matrices[position]
-    # Co-owners work on what the replica of the first one holds.
-    replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
-    for piece in shards.pieces(i) if unit.owner == rank else ():
-        part, _ = _parts_at(shards, unit, position, piece.rank)
-        if piece.replica == replica and part[-1].numel:
-            yield "owned", piece.rank, part
-    mine = shards.piece(i, rank)
-    if not mine.numel:
+    if everywhere:
+        yield "published", unit.owner, part
+        if is_first:
+            yield "updates", 0, block
+        if unit.owner == rank:
+            yield "held", rank, part
+            yield "blocks", 0, block
         return
-    part, block = _parts_at(shards, unit, position, rank)
-    is_sender = mine.replica == replica
+    # Co-owners work on what the replica of the first one holds.
+    replica = shards.replica_of(i, unit.first_owner)
+    for piece in shards.pieces(i) if unit.owner == rank else ():
+        theirs, _ = _parts_at(shards, unit, position, piece.rank)
+        if piece.replica == replica and theirs[-1].numel:
+            yield "owned", piece.rank, theirs
+    is_sender = shards.piece(i, rank).replica == replica
     if is_sender and part[-1].numel:
         yield "held", unit.owner, part
-    if is_sender and is_first:
+    if is_sender and is_first and block[-1].numel:
         yield "blocks", 0, block
 
 
@@ -274,7 +264,7 @@ def bucket_route(shards: ShardMap, units: Units, bucket: Sequence[int], rank: in
                 replicated[ranks].append((source, u, block))
     for u in bucket:
         for position in range(len(units[u].matrices)):
-            found = (_published if everywhere else _exchanged)(shards, units[u], position, rank)
+            found = _contents(shards, units[u], position, rank, everywhere)
             for name, peer, part in found:
                 contents[name].append((peer, u, part))
 
@@ -337,8 +327,7 @@ def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> t
 
 # ---- saved state -----------------------------------------------------------------------------
 
-# Who keeps which box of a parameter: (number, rank, box), equal on all ranks. A rank has its own
-# tensors by these numbers.
+# (number, rank, box) of who keeps which box of a parameter; a rank has its tensors by number.
 Keepers = Sequence[tuple[int, int, Box]]
 Kept = Mapping[int, Tensor]
 
@@ -346,8 +335,7 @@ Kept = Mapping[int, Tensor]
 class RowShards:
     """Moves what owners keep into the form in which it is saved, and back; collective calls.
 
-    Whoever owns the matrices of a parameter, it becomes a `DTensor` of even rows on all ranks,
-    which torch saves, loads and reshards::
+    A parameter becomes a `DTensor` of even rows on all ranks, which torch saves and reshards::
 
         owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
 

@@ -45,8 +45,7 @@ class Transport:
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
-    their purpose. Object operations block. This one is of one rank without a process group: every
-    collective is the identity.
+    their purpose. Object operations block. This one is of one rank, where each is the identity.
     """
 
     rank = 0
@@ -71,8 +70,7 @@ class Transport:
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
-        """Sum ``parts[r]`` over the ranks into rank r: `reduce` to all of them at once, with parts
-        as in `all_gather`."""
+        """Sum ``parts[r]``, as in `all_gather`, into rank r: `reduce` to all of them at once."""
         return Work()
 
     def all_to_all(
@@ -94,16 +92,14 @@ class Transport:
         return value
 
     def meet(self, call: str) -> None:
-        """Wait until every rank has come to ``call``, which takes collectives; OwnershipError if
-        one does not, before any of them is issued."""
+        """Wait until every rank has come to ``call``; OwnershipError if one does not."""
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """All ranks as a mesh of one axis; None where there is no other rank."""
         return None
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
-        """A transport over the one part, of this partition of the ranks, with this rank in it; a
-        collective call."""
+        """A transport over this rank's part of a partition of the ranks; a collective call."""
         return self
 
     def close(self) -> None:
@@ -112,8 +108,7 @@ class Transport:
 
 @dataclass(slots=True, eq=False)
 class _Issued(Work):
-    """Collectives under way that count as one, whose failure says where to look. With ``finish``
-    the host waits for them, once, and calls it then."""
+    """Collectives that count as one. With ``finish`` the host waits, and calls it once."""
 
     transport: C10dTransport
     tag: str
@@ -133,8 +128,7 @@ class _Issued(Work):
 
 
 def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
-    """Add the rows of ``others`` to ``into``, which belongs before row ``place``, from the first to
-    the last: so it rounds alike at every place."""
+    """Add ``others`` in order, ``into`` before row ``place``: so it rounds alike everywhere."""
     if place:
         for other in others[1:place]:
             others[0].add_(other)
@@ -167,7 +161,7 @@ _Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
 # group under an old name finds old addresses. So they are kept and used again.
 _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
 # Groups by name whose transports are gone, with their models, and were never closed; each with its
-# key in `_idle` (None: it is not kept).
+# key in `_idle`, or None.
 _dropped: dict[str, _Kept] = {}
 
 
@@ -189,8 +183,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def _is_shared_out(parts: Sequence[Tensor], most: float = math.inf) -> bool:
-    """Whether all parts together are no more than ``most`` bytes, and no rank has so much of them
-    that its messages would take long."""
+    """Whether all parts are at most ``most`` bytes, and no rank's messages would take long."""
     sizes = [part.nbytes for part in parts]
     total, largest = sum(sizes), max(sizes)
     return largest < total <= most and (len(sizes) - 1) * largest <= 2 * total
@@ -446,8 +439,7 @@ class C10dTransport(Transport):
         return DeviceMesh.from_group(every or self.group, device.type)
 
     def end_planning(self) -> None:
-        """From now on wait no longer than the default group does, unless a timeout was given:
-        only while it plans may a rank take longer than users expect."""
+        """Wait no longer than the default group from now on, unless a timeout was given."""
         group, asked = self.group, timeout_of(dist.group.WORLD)
         now = timeout_of(group)
         if self._timeout_s is None and asked is not None and now is not None and asked < now:
@@ -482,9 +474,8 @@ Meter = Counter[str]  # bytes that this rank handed to collectives, by tag
 
 
 def connect(transport: Transport, device: torch.device, *, gathers: bool = False) -> None:
-    """Run a first all-to-all, or a first all-gather, in an accelerator's process group; a
-    collective call. It connects the ranks that send each other something and waits for them: in a
-    step two groups' could wait for each other."""
+    """Run a first all-to-all, or all-gather, in an accelerator's process group; a collective call.
+    It connects ranks and waits for them: in a step two groups' could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import lru_cache, partial
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -39,14 +39,10 @@ Segments = tuple[tuple[int, int], ...]
 
 def segments_of(choice: KernelChoice, steps: int) -> Segments:
     """The segments of a choice; the standard form goes back to X after every step."""
-    return _segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
+    return _segments(choice.restarts if choice.method == "gram" else range(1, steps), steps)
 
 
-def _every(steps: int) -> tuple[int, ...]:
-    return tuple(range(1, steps))
-
-
-def _segments(restarts: tuple[int, ...], steps: int) -> Segments:
+def _segments(restarts: Sequence[int], steps: int) -> Segments:
     return tuple(pairwise((0, *restarts, steps))) if steps else ()
 
 
@@ -60,8 +56,7 @@ def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
 def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
     """Whether the Gram form converges with these restarts.
 
-    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
-    by about a^2.
+    Rounding leaves R slightly indefinite; each step multiplies a negative eigenvalue by about a^2.
     """
     return all(0 < high - low <= _longest(dtype, steps) for low, high in _segments(restarts, steps))
 
@@ -70,7 +65,7 @@ def _longest(dtype: torch.dtype, steps: int) -> int:
     return {torch.float64: max(steps, 1), torch.bfloat16: 2}.get(dtype, 3)
 
 
-def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symmetric: bool) -> int:
+def multiplications(m: int, n: int, restarts: Sequence[int], steps: int, symmetric: bool) -> int:
     """Multiplications of one m x n matrix, m <= n, in units of m^2; symmetric products count half.
 
     A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m. A
@@ -112,10 +107,10 @@ def choose_method(
         return "standard"
     speeds = speeds or fixed_speeds("cpu", dtype)
     gram = _cost(m, n, default_restarts(dtype, steps), steps, speeds)
-    return "gram" if gram <= 0.95 * _cost(m, n, _every(steps), steps, speeds) else "standard"
+    return "gram" if gram <= 0.95 * _cost(m, n, range(1, steps), steps, speeds) else "standard"
 
 
-def _cost(m: int, n: int, restarts: tuple[int, ...], steps: int, speeds: Speeds) -> float:
+def _cost(m: int, n: int, restarts: Sequence[int], steps: int, speeds: Speeds) -> float:
     """Multiplications, with calls of products counted as such."""
     half, full = (multiplications(m, n, restarts, steps, is_half) for is_half in (True, False))
     count = ops.strips_in(m, speeds.strip) if speeds.backend == "torch_strips" else 1
@@ -198,12 +193,11 @@ def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> 
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
     try:
-        from dmuon.kernels import triton_syrk
-        from dmuon.kernels.triton_small import max_rows
+        from dmuon.kernels.triton_syrk import max_rows, why_unavailable
 
         if backend == "triton_small" and rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-        return triton_syrk.why_unavailable(device)
+        return why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     except Exception as error:  # of its libraries, its compiler, the driver
@@ -240,7 +234,7 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
         tile = parse_tile(choice.tile) if choice.tile else None
         return ops.TritonOps(partial(symm_mm, tile=tile))
     if choice.backend == "triton_small":
-        from dmuon.kernels.triton_small import prepared_iteration
+        from dmuon.kernels.triton_syrk import prepared_iteration
 
         return ops.WholeOps(prepared_iteration)
     return MatmulOps()
@@ -270,8 +264,7 @@ def fixed_choice(
     backend: str = "auto",
     speeds: Speeds | None = None,
 ) -> KernelChoice:
-    """The rule's choice for these ``speeds`` (None: the fixed ones): `choose_method` and their
-    backend, unless given.
+    """The rule's choice for ``speeds`` (None: the fixed ones), as far as nothing else is given.
 
     Raises ValueError for an unknown method or backend, for one that cannot run on this device, and
     for restarts with which this dtype diverges.
@@ -317,7 +310,7 @@ def candidates(
     fixed = fixed_choice(m, n, dtype, device, steps, method, backend, speeds)
     forms = [(fixed.method, fixed.restarts)]
     if method == "auto":
-        every = _every(steps)
+        every = tuple(range(1, steps))
         safe = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps), every}
         counts = {r: multiplications(m, n, r, steps, symmetric=True) for r in safe}
         most = math.inf if m < _SMALL else _WORTH * min(counts.values())
@@ -354,13 +347,11 @@ def measured_speeds(device: Device, dtype: torch.dtype, rows: int) -> Speeds:
     if torch.compiler.is_compiling():
         return fixed_speeds(device, dtype)
     key = device, dtype, rows, torch.get_num_threads()
-    found = _speeds.get(key)
-    if found is None:
-        found = fixed_speeds(device, dtype)
-        if found.backend == "torch_strips" and rows >= _TINY_ROWS:
-            found = _measured(found, dtype, rows)
-        _speeds[key] = found
-    return found
+    if key not in _speeds:
+        fixed = fixed_speeds(device, dtype)
+        is_measured = fixed.backend == "torch_strips" and rows >= _TINY_ROWS
+        _speeds[key] = _measured(fixed, dtype, rows) if is_measured else fixed
+    return _speeds[key]
 
 
 def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
@@ -387,8 +378,7 @@ def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
 def _product_seconds(dtype: torch.dtype, side: int) -> tuple[float, float, float]:
     """The shortest times of a small product, of one of side x side, and of that in two strips; in
     turns, so that a slow moment of the machine spoils a number of each."""
-    # Freed at once: from then on malloc keeps blocks of up to this size, as it does in training,
-    # instead of fetching new pages for each product.
+    # Freed at once: malloc keeps blocks of this size from then on, as it does in training.
     torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
     whole, strips = MatmulOps(), ops.StripsOps(side // 2)
     runs = []

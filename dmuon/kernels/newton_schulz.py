@@ -15,22 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from numbers import Real
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dmuon import devices
-from dmuon.kernels.choice import (
-    Segments,
-    Speeds,
-    fixed_choice,
-    measured_speeds,
-    ops_of,
-    segments_of,
-)
+from dmuon.kernels.choice import Segments, fixed_choice, measured_speeds, ops_of, segments_of
 from dmuon.kernels.ops import MatmulOps, SliceOps, Take
-from dmuon.tensors import are_safe, divide_, may_look, normalize, normalize_, norms_of
+from dmuon.tensors import normalize, normalize_
 from dmuon.types import Triple
 
 KERNEL_VERSION = 8
@@ -260,8 +254,7 @@ def is_plain(ops: MatmulOps, segments: Segments, steps: int) -> bool:
 def _standard(
     x: Tensor, spare: Tensor, squares: Sequence[Tensor], coefficients: Sequence[Triple]
 ) -> Tensor:
-    """`iterate` in the standard form over `MatmulOps`, without its layers: they cost small matrices
-    a twentieth of their time."""
+    """`iterate` in the standard form over `MatmulOps`, a twentieth faster for small matrices."""
     is_tall = x.shape[-2] != squares[0].shape[-1]
     multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
     r, p = squares
@@ -326,19 +319,6 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
     )
 
 
-def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """`normalize` in half as many passes, where the host can check that this is safe.
-
-    The numbers are the same to the bit, because scaling by a power of two changes no mantissa.
-    """
-    if x.numel() and may_look(x, dtype):
-        y = x.to(dtype, copy=dtype.itemsize < 4)
-        norms = norms_of(y)
-        if are_safe(norms, eps):
-            return y.div(norms) if dtype.itemsize >= 4 else divide_(y, norms)
-    return normalize(x, dtype, eps)
-
-
 # ---- the function ----------------------------------------------------------------------------
 
 
@@ -384,7 +364,7 @@ def newton_schulz(
     speeds = measured_speeds(device, ns_dtype, min(rows, cols)) if "auto" in how else None
     segments, ops = _chosen(rows, cols, ns_dtype, device, steps, *how, speeds)
     # Results of a tensor without gradients have none, which costs less than leaving grad mode.
-    y = _normalized(x.detach() if x.requires_grad else x, ns_dtype, eps)
+    y = normalize(x.detach() if x.requires_grad else x, ns_dtype, eps)
     if not triples or not y.numel():
         return y
     # A transposed view is computed as it is stored.
@@ -407,16 +387,9 @@ def newton_schulz(
 
 @lru_cache(maxsize=256)
 def _chosen(
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: int,
-    method: str,
-    backend: str,
-    speeds: Speeds | None,
+    rows: int, cols: int, dtype: torch.dtype, device: torch.device, steps: int, *how: Any
 ) -> tuple[Segments, MatmulOps]:
-    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend, speeds)
+    choice = fixed_choice(rows, cols, dtype, device, steps, *how)
     return segments_of(choice, steps), ops_of(choice, device, min(rows, cols))
 
 

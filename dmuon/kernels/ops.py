@@ -51,8 +51,7 @@ class MatmulOps:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> Exchange:
-        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no memory with an
-        operand."""
+        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no operand's memory."""
         is_matrix = out.ndim == 2
         if c is None:
             (torch.mm if is_matrix else torch.bmm)(a, b, out=out)
@@ -289,46 +288,15 @@ class SliceOps(MatmulOps):
     def general(self, *operands: Tensor | None, **how: Any) -> Exchange:  # type: ignore[override]
         return self._each(self._inner.general, *operands, **how)
 
-    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Exchange:
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Iterator[None]:
+        part = out if self._gram is None else self._gram
         if self._gram is None:
             self._each(self._inner.symmetric, x, xt, out=out)
         elif not x.is_cpu:
-            torch.bmm(x, xt, out_dtype=self._gram.dtype, out=self._gram)
+            torch.bmm(x, xt, out_dtype=part.dtype, out=part)
         else:
             wide = x.float()
-            self._each(StripsOps().symmetric, wide, wide.mT, out=self._gram)
-        return self._summed(out if self._gram is None else self._gram, out)
-
-    def symmetric(self, *operands: Tensor | None, **how: Any) -> Exchange:  # type: ignore[override]
-        if not self._split:
-            return self._each(self._inner.symmetric, *operands, **how)
-        return self._shared(operands, how.pop("out"), how)
-
-    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> Exchange:
-        if not self._split:
-            return super().twice(r, z, spare=spare, beta=beta)
-        for low, high in self._own:  # what (R P) P needs of R P
-            own = r[:, low:high]
-            self.general(own, z, own, out=spare[:, low:high], beta=beta)
-        return self._shared((spare, z, spare), r, {"beta": beta})
-
-    def shifted(self, *operands: Tensor, **how: Any) -> Exchange:
-        if not self._split:
-            return self._each(self._inner.shifted, *operands, **how)
-        return self._shifted(operands, **how)
-
-    def _shifted(
-        self, operands: Sequence[Tensor], *, diag: float, out: Tensor, plain: Tensor, **how: Any
-    ) -> Iterator[None]:
-        yield from self._shared(operands, plain, how)
-        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
-        self._round(out)
-
-    def _round(self, values: Tensor) -> None:
-        if self.held is not None:
-            values.copy_(values.to(self._rows[0].dtype))
-
-    def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
+            self._each(StripsOps().symmetric, wide, wide.mT, out=part)
         (sent, came), is_pair = self._parts, self._peers.count == 2
         for row, strips in zip(sent, [self._every] if is_pair else self._others, strict=True):
             torch._foreach_copy_(self._tiles(row, strips), _lower(part, strips))
@@ -345,6 +313,34 @@ class SliceOps(MatmulOps):
             return
         torch._foreach_copy_(self._mine, tiles)
         yield from self._gathered(out, self._mine)
+
+    def symmetric(self, *operands: Tensor | None, **how: Any) -> Exchange:  # type: ignore[override]
+        if not self._split:
+            return self._each(self._inner.symmetric, *operands, **how)
+        return self._shared(operands, how.pop("out"), how)
+
+    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> Exchange:
+        if not self._split:
+            return super().twice(r, z, spare=spare, beta=beta)
+        for low, high in self._own:  # what (R P) P needs of R P
+            own = r[:, low:high]
+            self.general(own, z, own, out=spare[:, low:high], beta=beta)
+        return self._shared((spare, z, spare), r, {"beta": beta})
+
+    def shifted(
+        self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **how: Any
+    ) -> Iterator[None]:
+        if not self._split:
+            how |= {"diag": diag, "out": out, "plain": plain}
+            yield from self._each(self._inner.shifted, *operands, **how)
+            return
+        yield from self._shared(operands, plain, how)
+        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
+        self._round(out)
+
+    def _round(self, values: Tensor) -> None:
+        if self.held is not None:
+            values.copy_(values.to(self._rows[0].dtype))
 
     def _shared(
         self, operands: Sequence[Tensor | None], out: Tensor, how: dict[str, Any]

@@ -19,14 +19,7 @@ from torch import Tensor
 from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
-from dmuon.kernels.choice import (
-    Speeds,
-    fixed_choice,
-    is_safe,
-    ops_of,
-    restarts_of,
-    segments_of,
-)
+from dmuon.kernels.choice import Speeds, fixed_choice, is_safe, ops_of, restarts_of, segments_of
 from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
 from dmuon.kernels.ops import Peers, SliceOps, Take
 from dmuon.tensors import normalize_
@@ -40,8 +33,7 @@ _OTHERS = 128  # calls that were not planned and are kept nevertheless
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel``: the planned choice as text, "" for the rule's;
-    ``eps`` is that of `normalize_`."""
+    """A batch of one shape. ``kernel``: as planned, "" for the rule's; ``eps``: of `normalize_`."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]
@@ -51,8 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SliceCall:
-    """A slice ``[b, m, w]`` of m x n matrices, m <= n, that ``peers`` share; ``split``: see
-    `SliceOps`."""
+    """A slice ``[b, m, w]`` of m x n matrices, m <= n, shared by ``peers``; see `SliceOps`."""
 
     call: Call
     peers: Peers
@@ -140,8 +131,7 @@ class Orthogonalizer:
         *,
         capture: bool = False,
     ) -> None:
-        """Allocate the workspace for these calls, one at a time, and prepare them; ``capture`` them
-        now, which overwrites the tensors that they run on.
+        """Allocate a workspace for these calls, and prepare them; ``capture`` overwrites tensors.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
         cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
@@ -198,12 +188,10 @@ class Orthogonalizer:
     def run_together(
         self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The results of `reserve`'s slices of one group, valid until the next run, from the norms
-        ``[b]`` of the whole matrices.
+        """The results of a group of slices, until the next run, from norms of whole matrices.
 
         While one waits for its co-owners the others go on, in rounds: in round r each begins its
-        r-th exchange, in the order of ``calls``. So all ranks begin the exchanges of any two calls
-        in the same order.
+        r-th exchange, in the order of ``calls``. So exchanges have one order on all ranks.
         """
         try:
             runs = [self._slices[call.call, id(x)] for call, x in calls]
@@ -226,8 +214,7 @@ class Orthogonalizer:
         return [found[n] for n in range(len(calls))]
 
     def operand(self, call: Call) -> Tensor:
-        """Where to write the matrices of a call, ``[b, rows, cols]``, as `normalize_` takes them;
-        valid until the next call is run or asked for."""
+        """Where to write the matrices of a call, for `normalize_`; valid until the next call."""
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
-"""Products that are known to be symmetric, at half the multiplications: one triangle of tiles.
-And what all Triton kernels share on the host.
+"""Newton-Schulz in Triton, and what all Triton kernels share on the host.
 
-    symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
+    symm_mm             a product that is known to be symmetric, at half the multiplications: one
+                        triangle of tiles
+    prepared_iteration  the whole iteration of a small matrix in one program
 
-This file and `triton_lists` and `triton_small` are imported only where Triton is installed.
+This file and `triton_lists` are imported only where Triton is installed.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon.devices import of
+from dmuon.types import Triple
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
@@ -27,6 +30,7 @@ GROUP = tl.constexpr(8)
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_ROWS = 128  # of a small matrix
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
@@ -42,8 +46,7 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Runs one kernel: only that shows a missing compiler or driver, or a compiler without Python's
-    headers. Raises what Triton raises."""
+    """Runs one kernel: only that shows a missing compiler, driver or header. Raises as Triton."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
@@ -51,8 +54,7 @@ def _probed(device: torch.device) -> str | None:
 
 
 def source_hash() -> str:
-    """Twelve hexadecimal digits that change with the source of any of the kernels: to key what is
-    measured of them."""
+    """Twelve hexadecimal digits of the kernels' source: a key for what is measured of them."""
     files = sorted(Path(__file__).parent.glob("triton_*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -194,15 +196,21 @@ def _lower(value):
 
 
 @triton.jit
+def _dot(left, right, total):
+    """``total + left @ right`` in float32."""
+    if INTERPRETED:  # where products of bfloat16 are wrong
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def _product(a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
     """The float32 tile ``A @ B`` from pointers to the first k columns and rows of its operands."""
     total = tl.zeros((a.shape[0], b.shape[1]), dtype=tl.float32)
     for start in range(0, k, a.shape[1]):
         left = _load(a, rows_left, k - start, MASK)
         top = _load(b, k - start, cols_left, MASK)
-        if INTERPRETED:  # where products of bfloat16 are wrong
-            left, top = left.to(tl.float32), top.to(tl.float32)
-        total = tl.dot(left, top, total, input_precision="ieee")
+        total = _dot(left, top, total)
         a += a.shape[1] * a_step
         b += b.shape[0] * b_step
     return total
@@ -331,3 +339,137 @@ def symm_mm(
             BLOCK_K=tile.block_k,
             **launch_options(tile, plain is not None, of(out.device).capability()[0] == 9),
         )
+
+
+# ---- small matrices --------------------------------------------------------------------------
+# Below 128 rows products are bound by their launches. One program keeps R, Z and Q of its matrix on
+# chip and reads X from memory (in practice from L2) twice per segment.
+
+
+@triton.jit
+def _polynomial(r, b, c):
+    """``bR + cR^2`` in float32."""
+    return b * r.to(tl.float32) + c * _dot(r, r, tl.zeros(r.shape, dtype=tl.float32))
+
+
+@triton.jit
+def _times_p(r, z, a):
+    """``R P = R Z + aR`` in R's dtype."""
+    return _dot(r, z, a * r.to(tl.float32)).to(r.dtype)
+
+
+@triton.jit
+def _triple(triples_ptr, step):
+    at = triples_ptr + 3 * step
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _chunk(x_ptr, start, m, n, x_row, x_col, M: tl.constexpr, CHUNK: tl.constexpr):
+    """Pointers to the columns from ``start`` on, and which of them are in the matrix."""
+    row, col = tl.arange(0, M)[:, None], tl.arange(0, CHUNK)[None, :]
+    at = x_ptr + row.to(tl.int64) * x_row + (start + col).to(tl.int64) * x_col
+    return at, (row < m) & (col < n - start)
+
+
+@triton.jit
+def iteration_kernel(
+    x_ptr, triples_ptr, edges_ptr, q_ptr, m, n, segments, x_batch, x_row, x_col,
+    M: tl.constexpr, CHUNK: tl.constexpr, KEEP_Q: tl.constexpr,
+):  # fmt: skip
+    """One matrix; ``edges`` are the steps at which segments begin, and the number of steps.
+
+    Unless KEEP_Q, Q is kept in memory, at ``q_ptr``, M x M elements per program.
+    """
+    dtype = x_ptr.dtype.element_ty
+    matrix = tl.program_id(0).to(tl.int64)
+    x_ptr += matrix * x_batch
+    row = tl.arange(0, M)
+    q_at = q_ptr + matrix * (M * M) + row[:, None] * M + row[None, :]
+    on_diagonal = row[:, None] == row[None, :]
+    for segment in range(segments):
+        first = tl.load(edges_ptr + segment)
+        end = tl.load(edges_ptr + segment + 1)
+        gram = tl.zeros((M, M), dtype=tl.float32)
+        for start in range(0, n, CHUNK):
+            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
+            x = tl.load(at, mask=fits, other=0.0)
+            gram = _dot(x, tl.trans(x), gram)
+        r = gram.to(dtype)
+        a, b, c = _triple(triples_ptr, first)
+        wide = _polynomial(r, b, c)
+        # A segment of one step is X <- aX + ZX: in P = aI + Z, rounding would cost more.
+        single = end - first == 1
+        own = tl.where(single, a, 0.0)
+        z = wide.to(dtype)
+        q = (wide + tl.where(on_diagonal, a - own, 0.0)).to(dtype)
+        if not KEEP_Q:
+            tl.store(q_at, q)
+        for step in range(first + 1, end):
+            r = _times_p(_times_p(r, z, a), z, a)
+            a, b, c = _triple(triples_ptr, step)
+            z = _polynomial(r, b, c).to(dtype)
+            if KEEP_Q:
+                q = _times_p(q, z, a)
+            else:
+                tl.debug_barrier()
+                next_q = _times_p(tl.load(q_at), z, a)
+                tl.debug_barrier()
+                tl.store(q_at, next_q)
+        if not KEEP_Q:
+            tl.debug_barrier()
+            q = tl.load(q_at)
+        for start in range(0, n, CHUNK):
+            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
+            x = tl.load(at, mask=fits, other=0.0)
+            x = _dot(q, x, own * x.to(tl.float32)).to(dtype)
+            tl.store(at, x, mask=fits)
+        # Other threads read in the next segment what this one has stored.
+        tl.debug_barrier()
+
+
+def max_rows(dtype: torch.dtype) -> int:
+    """The most rows that `prepared_iteration` takes.
+
+    IEEE float32 has no tensor core: larger matrices would unroll into minutes of compilation.
+    """
+    return 32 if dtype == torch.float32 else _MAX_ROWS
+
+
+def small_options(m: int, dtype: torch.dtype) -> dict[str, int]:
+    """The constants of `iteration_kernel`: padded rows, columns of X per load, and so on."""
+    size = max(16, triton.next_power_of_2(m))
+    return {
+        "M": size,
+        "CHUNK": 32 if dtype == torch.float32 else 64,
+        "KEEP_Q": size < _MAX_ROWS,  # 128 rows fill the registers with R and Z alone
+        "num_warps": {16: 1, 32: 4}.get(size, 8),
+        "num_stages": 2,
+    }
+
+
+def prepared_iteration(
+    x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
+) -> Callable[[], None]:
+    """Newton-Schulz on ``[b, m, n]`` in place at each call: one launch, one program per matrix.
+
+    The formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is normalized when it
+    runs, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products
+    accumulate in float32. Preparing copies from the host, so do it before a step.
+    """
+    check(x.shape, x)
+    batch, m, n = x.shape
+    assert m <= min(n, max_rows(x.dtype)), x.shape
+    options = small_options(m, x.dtype)
+    edges = (0, *restarts, len(coefficients))
+    triples = torch.tensor(coefficients, dtype=torch.float32, device=x.device)
+    begins = torch.tensor(edges, dtype=torch.int32, device=x.device)
+    scratch = x.new_empty(0 if options["KEEP_Q"] else batch * options["M"] ** 2)
+
+    def run() -> None:
+        if coefficients and x.numel():
+            given = (x, triples, begins, scratch, m, n, len(edges) - 1, *strides(x))
+            with of(x.device).current():
+                iteration_kernel[(batch,)](*given, **options)
+
+    return run

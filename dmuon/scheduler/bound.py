@@ -204,8 +204,7 @@ def relaxed(problem: Problem) -> Problem:
     """The problem with alike shapes and alike classes as one. A makespan that it cannot reach, the
     problem cannot reach either. Returns the problem itself where none are alike.
 
-    Under expert parallelism each expert belongs to a few ranks, and all such domains look the same:
-    equal matrices, and owners with equal loads.
+    Under expert parallelism all domains of experts look the same, and so do their owners.
     """
     shapes, classes = _alike(problem)
     takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
@@ -255,8 +254,7 @@ def cover(
 ) -> tuple[Counts | None, bool]:
     """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows.
 
-    ``dual`` are good values, if any are known: they decide how much has to be tried, and where it
-    is too much, what is tried.
+    ``dual``: good values, if any are known. They decide how much is tried, and what.
     """
     demand = problem.demand
     if any(c.fixed > limit or c.room < 0 for c in problem.classes):

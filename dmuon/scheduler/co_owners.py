@@ -52,8 +52,7 @@ class Sharing:
 
 
 def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
-    """True if a slice of the longer dim is a box of the parameter. The columns of a convolution are
-    several dims, so a slice of them is none."""
+    """True if a slice of the longer dim is a box, unlike of the columns of a convolution."""
     shape = specs.parameters[matrix.parameter].shape
     rows, cols = matrix.form.dims(len(shape))
     box = matrix.box(shape).shape
@@ -121,8 +120,7 @@ class CoOwners:
         return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
 
     def fit(self, limit: int, only: int | None = None) -> Sharing | None:
-        """A way to do everything within a makespan; None where none is found. ``only``: this number
-        of co-owners for every shape that may have it."""
+        """A way to do all within a makespan; ``only``: so many co-owners where there may be any."""
         problem = self.problem
         busy, shared = problem.fixed.copy(), np.zeros_like(problem.fixed)
         if busy.max() > limit:
@@ -204,8 +202,7 @@ class CoOwners:
         return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
 
     def _are_halved(self) -> bool:
-        """True if all shapes have the same blocks, and every rank is in one of the largest size,
-        each half of which is a block of half the size, and so on."""
+        """True if all shapes have the same blocks, of all ranks, whose halves are blocks, too."""
         blocks = {k: found for (_, k), found in self._blocks.items()}
         most = max(blocks, default=0)
 
@@ -220,8 +217,7 @@ class CoOwners:
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
-        """True if the largest blocks together have room for all matrices of some shapes. Each block
-        does as much of their ``work`` as it can within the limit."""
+        """True if the largest blocks, each with as much ``work`` as fits, do all of some shapes."""
         most = max(k for _, k in self._blocks)
         tables: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for s in shapes:
@@ -280,8 +276,7 @@ def _shared(plan: OwnershipPlan) -> list[MatrixSpec]:
 
 
 def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
-    """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
-    of that size."""
+    """(matrices, blocks) by shape and number of co-owners that can share so many of them."""
     counts = Counter(matrix.key for matrix in _shared(plan))
     domains = range(len(plan.limits.domains)) or (-1,)
     found = {}

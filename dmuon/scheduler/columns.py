@@ -198,9 +198,8 @@ class Columns:
         """Counts within a limit or, if none are found, above it; None if the matrices that are left
         fit nowhere.
 
-        Patterns that the master program uses whole times are kept, else those that it uses most;
-        then the same again with what is left of matrices and owners. A covering search is tried for
-        the last few owners.
+        Patterns that the master program uses whole times are kept, else its most used; then the
+        same with what is left. A covering search is tried for the last few owners.
         """
         problem = self.problem
         for _ in range(_MOST_PRICINGS):

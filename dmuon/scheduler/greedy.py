@@ -37,9 +37,8 @@ def longest_first(
     """The costliest shape first, each matrix to the owner whose load stays lowest with it.
 
     ``tables[s][k]`` is the load of k matrices of shape s, by default with batching; ``start`` what
-    ranks have already, by default their fixed load. With ``chunk`` > 1 that many matrices go
-    together, so that they are batched. Ties go to the lower rank. None if the memory cap leaves no
-    owner.
+    ranks have already, by default their fixed load. So many (``chunk``) matrices go together, to be
+    batched. Ties go to the lower rank. None if the memory cap leaves no owner.
     """
     if tables is None:
         tables = [shape.ticks for shape in problem.shapes]

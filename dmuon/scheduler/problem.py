@@ -174,8 +174,7 @@ class Problem:
     def part(
         self, ranks: Sequence[Sequence[int]], demand: Ints
     ) -> tuple[Problem, list[int], list[int]]:
-        """(the problem of some ranks of each class and so many matrices of each shape, these ranks,
-        these shapes). The part numbers both from 0 on."""
+        """(the problem of these ranks and so many matrices, numbered from 0, ranks, shapes)."""
         chosen = np.flatnonzero(demand).tolist()
         numbers = [rank for some in ranks for rank in some]
         shapes = tuple(

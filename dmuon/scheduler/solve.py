@@ -259,8 +259,7 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
 
 
 def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
-    """The owners of each domain filled by themselves with a share of the matrices, the busiest
-    first; the ``counts`` known where that is no better."""
+    """Counts of domains that are filled by themselves, if better than the ``counts`` known."""
     domains = list(grouped((owner.allowed, owner) for owner in problem.classes).values())
     found: dict[Problem, Counts] = {}
     parts = []
@@ -344,8 +343,7 @@ def _with_co_owners(
 
 
 def _shared_owners(problem: Problem, sharing: Sharing, order: Sequence[int]) -> dict[int, Block]:
-    """The co-owners of what is shared: members of a shape are dealt out to its blocks in turn, so
-    that what is computed first is spread over all of them."""
+    """The co-owners of what is shared: members of a shape go to its blocks in turn."""
     owners: dict[int, Block] = {}
     position = {i: at for at, i in enumerate(order)}
     for s, shape in enumerate(problem.shapes):

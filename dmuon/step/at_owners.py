@@ -10,6 +10,7 @@ A step, on every rank::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -35,8 +36,7 @@ from dmuon.types import OwnershipError
 class OwnerState:
     """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
 
-    With ``with_masters`` there are float32 masters of units of lower precision beside it. Stacks
-    are by name and by their unit's first matrix.
+    ``with_masters``: with float32 masters of lower precision. Stacks are by name and first matrix.
     """
 
     def __init__(
@@ -80,9 +80,8 @@ class OwnerState:
         return slots, [w.reshape(s.shape) for s, w in zip(slots, weights, strict=True)]
 
     def matrices(self, key: str, *, as_weights_are: bool = False) -> dict[int, Tensor]:
-        """Momentum or masters: a view of each owned matrix, by its number, in the dims that it has
-        in its parameter. ``as_weights_are``: a view of masters that follow weights; those that are
-        kept stay as they are."""
+        """Momentum or masters: a view of each owned matrix, by number, in its parameter's dims.
+        ``as_weights_are``: masters that follow weights; those that are kept stay as they are."""
         found: dict[int, Tensor] = {}
         for unit in self._units:
             stack = self._stacks[key].get(unit.matrices[0])
@@ -279,7 +278,7 @@ class OwnersEngine(Engine):
         watch.stop()
         if buffers is not momentum:
             set_rows(momentum, where, buffers)
-        rms = rules.update_rms(payload, 1.0)
+        rms = rules.update_norms(payload).mul_(1 / math.sqrt(unit.rows * unit.cols))
         new = [rows_of(stack, where) for stack in masters]
         for lr, at in _by_rate(h, unit, where):
             scale_all(_some(rms, at), lr / h.lr if h.lr else 0.0)
@@ -325,8 +324,7 @@ class OwnersEngine(Engine):
         return {name: float(value) for name, value in self._runtime.update_rms().items()}
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Momentum, masters and what variants keep, whole, as rows on all ranks; a collective
-        call."""
+        """Momentum, masters and what variants keep, as rows on all ranks; a collective call."""
         runtime = self._runtime
         runtime.transport.meet("opt.state_dict()")
         others = (p for _, p in chain.from_iterable(self._adamw.values()))

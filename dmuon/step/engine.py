@@ -16,14 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
-from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
-from dmuon.dtensors import copy_state, distributed_as, local_tensor, placed, whole_tensor
+from dmuon.dtensors import (
+    copy_state,
+    distributed_as,
+    local_tensor,
+    placed,
+    stored_tensor,
+    whole_tensor,
+)
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule, is_exchange_step
@@ -31,6 +38,7 @@ from dmuon.rule import (
     MASTER,
     Hyper,
     Rule,
+    follow_weights,
     merged_master,
     momentum_dtypes,
     rounds_to,
@@ -41,13 +49,14 @@ from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
 _FACTOR = 10  # between executed and planned times, from which on the plan is wrong and says so
 _FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
 SUSPECTS = 4  # names that a rank tells of a step that was skipped
+_ADAMW_CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 _FULL = 1 / 8  # of a dtype's range: momentum of so much overflows
 
 
@@ -527,6 +536,96 @@ class KeptByRules:
                     places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
                 here = {i: tensor.view(-1) for i, tensor in self._tensors[spec.name].items()}
                 yield AtOwners(p, spec.name, (end,), spec.dtype, places, here)
+
+
+# ---- AdamW -------------------------------------------------------------------------------
+# By `torch.optim.AdamW`'s own functional form. It works element by element, so a distributed
+# parameter is updated where its shards lie.
+
+
+@torch.no_grad()
+def adamw_step(
+    group: Mapping[str, Any],
+    state: dict[Any, Any],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    *,
+    master_weights: bool,
+    fused: bool,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One AdamW step with the hyperparameters of the param group ``group``.
+
+    ``pairs`` are parameters with the local parts of their gradients, ``state`` is what
+    `make_adamw_state` made. ``fused``: in torch's fused form, one call that reads nothing back, and
+    leaves all as it is where ``found_inf`` (0-d, float32) is not zero. Otherwise as torch does it
+    on a CPU, bit for bit, in pieces that stay in its caches: its fused form rounds an element as
+    the element's place in a vector is.
+    """
+    if not pairs:
+        return
+    if found_inf is not None:
+        found_inf = found_inf.to(pairs[0][0].device)
+    own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
+    (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
+    decay = group["weight_decay"] if decay is None else decay
+    lr = float(group["lr"]) * group.get("adamw_lr_ratio", 1.0)
+    rows = []
+    for p, grad in pairs:
+        entry = state[p]
+        weight, target, *kept = (
+            stored_tensor(t)
+            for t in (p, entry.get(MASTER, p), entry["exp_avg"], entry["exp_avg_sq"])
+        )
+        rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
+    for some in [rows] if fused else _adamw_pieces(rows):
+        targets, weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
+        if master_weights:
+            follow_weights(targets, weights)
+        # In half precision that form rounds the decay first.
+        foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
+        adamw(
+            targets, gradients, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=decay, eps=group[f"{own}eps"], amsgrad=False, maximize=False,
+            foreach=foreach, fused=fused, found_inf=found_inf,
+        )  # fmt: skip
+        rounded = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
+        if rounded:
+            torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
+
+
+def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """(tensors of one shape, step number), in lists of about `_ADAMW_CACHED` elements: larger
+    tensors are cut along their first dim."""
+    found: list[tuple[Tensor, ...]] = []
+    for *tensors, step in rows:
+        first, pieces = tensors[0], [tuple(tensors)]
+        if first.numel() > _ADAMW_CACHED and first.ndim:
+            count = max(1, _ADAMW_CACHED * len(first) // first.numel())
+            pieces = list(zip(*(t.split(count) for t in tensors), strict=True))
+        # Each piece is a step further; the number itself advances with the last one.
+        steps = [*(step.clone() for _ in pieces[1:]), step]
+        found += [(*piece, number) for piece, number in zip(pieces, steps, strict=True)]
+    return runs_of(found, lambda row: row[0].numel(), _ADAMW_CACHED)
+
+
+@torch.no_grad()
+def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> None:
+    """Make the state of ``p`` if there is none.
+
+    The keys are those of `torch.optim.AdamW` and, with ``master_weights``, a float32
+    "master_weight" for parameters of lower precision.
+    """
+    entry = state[p]
+    if "step" in entry:
+        return
+    if master_weights and p.dtype.itemsize < 4:
+        entry[MASTER] = p.detach().float()
+    target = entry.get(MASTER, p)
+    # As torch.optim.AdamW keeps it, whatever the default dtype: bfloat16 cannot count beyond 256.
+    # With the parameter, as the fused form wants it.
+    entry["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+    entry["exp_avg"] = torch.zeros_like(target.detach())
+    entry["exp_avg_sq"] = torch.zeros_like(target.detach())
 
 
 # ---- times -------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
 Gradients = Mapping[int, Tensor]  # local ones by parameter
 AnyOperands = Operands | PassingOperands
-Source = Tensor | range  # of an `Outlet`
 
 
 @dataclass(slots=True)
@@ -91,21 +90,20 @@ class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``shape`` is that of
     whole matrices, ``numbers`` [b] say where their norms are, which co-owners need.
 
-    Of one that is made and applied here alone, ``parts`` are (first position, part, its operands or
-    their positions); ``lr_ratio`` is that of blocks in a block step.
+    Of one that is made and applied here alone, ``parts`` are (first position, part). ``lr_ratio``:
+    that of blocks in a block step.
     """
 
     unit: Unit
     index: Tensor
     shape: tuple[int, int]
     numbers: Tensor
-    parts: Sequence[tuple[int, Part, Source]]
+    parts: Sequence[tuple[int, Part]]
     lr_ratio: float
 
 
 class _Sizes:
-    """The norms of updates as they are made, and by what they become root mean squares: joined in
-    few launches once all are there."""
+    """The norms of updates, and their factors to root mean squares: joined once all are there."""
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
@@ -124,8 +122,7 @@ class _Sizes:
         self._index.append(stack.index)
 
     def squares(self) -> Tensor | None:
-        """The mean squares in the order in which they were noted; of a slice its share. None of
-        nothing."""
+        """The mean squares as they were noted (None: nothing was); of a slice its share."""
         if not self._norms:
             return None
         torch._foreach_mul_(self._norms, self._factors)
@@ -238,8 +235,8 @@ class ParamsEngine(Engine):
             shapes = [runtime.shards.boxes[i].shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
             held = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)
-            parts = operands.placed(parts_of(runtime.shards, -1, held), first)
-            self._local.append(self._stack(unit, parts))
+            parts = parts_of(runtime.shards, -1, held)
+            self._local.append(self._stack(unit, [(first + p.position, p) for p in parts]))
             first += len(unit.matrices)
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
         self._owned = {u: self._stack(runtime.units[u]) for u in owned}
@@ -253,7 +250,7 @@ class ParamsEngine(Engine):
         return kind(self._state, self._rules, order, others)
 
     def _stack(
-        self, unit: Unit, parts: Sequence[tuple[int, Part, Source]] = (), lr_ratio: float = 1.0
+        self, unit: Unit, parts: Sequence[tuple[int, Part]] = (), lr_ratio: float = 1.0
     ) -> _Stack:
         device, matrices = self._runtime.device, self._runtime.plan.specs.matrices
         index = numbers = _index(unit.matrices, device)
@@ -305,8 +302,7 @@ class ParamsEngine(Engine):
                 part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
                 unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
                 first = self._block_operands.position_of[equal[start]]
-                parts = self._block_operands.placed([part], first)
-                self._block_stacks.append(self._stack(unit, parts, own))
+                self._block_stacks.append(self._stack(unit, [(first, part)], own))
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -392,8 +388,7 @@ class ParamsEngine(Engine):
         self._outcome, self.skips.finite = _Outcome(), False
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
-        """Take the step; the updates of the last buckets are applied later. None: nothing was done,
-        because a gradient is not finite."""
+        """Take the step but for the last updates; None: nothing, as a gradient is not finite."""
         runtime, operands = self._runtime, self._operands
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
@@ -512,8 +507,7 @@ class ParamsEngine(Engine):
     # ---- Newton-Schulz -------------------------------------------------------------------
 
     def _orthogonalize(self, unit: Unit, operand: Tensor) -> Tensor:
-        """The updates of normalized matrices ``[b, rows, cols]``, which are overwritten; valid
-        until the next call."""
+        """The updates of normalized matrices, which are overwritten; valid until the next call."""
         self._telemetry.watch.start()
         update = self._kernels.run(self._call(unit), operand)
         self._kept.accept(unit, update)
@@ -536,16 +530,16 @@ class ParamsEngine(Engine):
         """Orthogonalize and apply what needs nobody else."""
         unit, h = stack.unit, self._hypers[stack.unit.group]
         batch = self._kernels.operand(self._call(unit))
-        for first, part, source in stack.parts:
-            operands.write((first, source, places(batch, part)), now)
+        for first, part in stack.parts:
+            operands.write((first, places(batch, part)), now)
         update = self._orthogonalize(unit, batch)
         sizes.note(stack, update, h)
-        for first, part, source in stack.parts:
+        for first, part in stack.parts:
             rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)
-            blocks = operands.order[first : first + len(source)]
+            blocks = operands.order[first : first + len(part.matrices)]
             lr = h.adjusted(rows, cols) * stack.lr_ratio
             updates = [*places(update, part).unbind()]
-            self._apply(unit.group, blocks, updates, lr, at(now.bad, first, len(source)))
+            self._apply(unit.group, blocks, updates, lr, at(now.bad, first, len(blocks)))
 
     # ---- weights -------------------------------------------------------------------------
 
@@ -571,8 +565,7 @@ class ParamsEngine(Engine):
         self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
-        """The gradients of AdamW's parameters: one that is missing here counts as zero where it is
-        not missing everywhere."""
+        """Gradients of AdamW's parameters; one that is missing here alone counts as zero."""
         return {
             i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))
             for i, p in chain.from_iterable(self._adamw.values())

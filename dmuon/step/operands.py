@@ -7,10 +7,10 @@ call: norms, scaling, casts, masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -19,20 +19,19 @@ from torch.optim import Optimizer
 
 from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
-from dmuon.comm.routes import Part
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
 from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
+from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
-Outlet = tuple[int, Tensor | range, Tensor | Sequence[Tensor]]
-"""First position, operands (or their positions where they are not kept), and where they leave."""
+Outlet = tuple[int, Tensor | Sequence[Tensor]]
+"""First position of operands, and where they leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a step writes operands by: gradients by block, hyperparameters by param group, and by
-    position the scales, and what is bad (see `Verdict`)."""
+    """What operands are written by: gradients by block, and by position scales and what is bad."""
 
     grads: Sequence[Tensor]
     hypers: Sequence[Hyper]
@@ -193,19 +192,9 @@ class _Chunk:
 
 
 def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours of one kind, closed once they have reached the limit.
-
-    >>> list(_cuts("aaab", [2, 2, 2, 2], 4))
-    [(0, 2), (2, 3), (3, 4)]
-    """
-    first = size = 0
-    for n, kind in enumerate(kinds):
-        if n > first and (size >= limit or kind != kinds[first]):
-            yield first, n
-            first, size = n, 0
-        size += sizes[n]
-    if kinds:
-        yield first, len(kinds)
+    """Ranges of neighbours of one kind, closed once they have reached the limit."""
+    for run in runs_of(range(len(kinds)), sizes.__getitem__, limit, kinds.__getitem__):
+        yield run[0], run[-1] + 1
 
 
 class _InOrder:
@@ -224,13 +213,24 @@ class _InOrder:
         self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
         self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+        groups = groupby(state.blocks[k].group for k in self.order)
+        self._groups = [(group, len(list(members))) for group, members in groups]
+
+    def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
+        """`into_range` of each norm, by position."""
+        if len({hypers[group].eps for group, _ in self._groups}) <= 1:
+            scales = into_range(norms, hypers[self._groups[0][0]].eps if self._groups else 1.0)
+        else:
+            own = norms.split([count for _, count in self._groups])
+            pairs = zip(own, self._groups, strict=True)
+            scales = torch.cat([into_range(each, hypers[group].eps) for each, (group, _) in pairs])
+        return scales if torch.float64 in self._state.working else scales.float()
 
 
 class Operands(_InOrder):
     """The operands of Newton-Schulz, kept in a workspace.
 
-    Where the dtype of computing is not that of the workspace, an operand is computed in the copy of
-    a chunk and cast from there.
+    Where computing needs another dtype, an operand is made in the copy of a chunk, and cast.
     """
 
     def __init__(self, state: BlockState, *args: Any) -> None:
@@ -248,7 +248,8 @@ class Operands(_InOrder):
             group, dtype, has_operand = kinds[first]
             end = last if has_operand else first
             stacks = [self.stack(n, n + 1)[0] for n in range(first, end)]
-            runs, blocks = self.runs(first, end), self.order[first:last]
+            runs = [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, end)]
+            blocks = self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
@@ -261,16 +262,8 @@ class Operands(_InOrder):
         flat = self._state.workspace.narrow(0, self._starts[first], numel)
         return flat.view(last - first, *shape)
 
-    def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, Tensor]]:
-        """(first position, part, its operands) of the parts of a batch that begins at ``first``."""
-        starts = [(first + part.position, part) for part in parts]
-        return [(n, part, self.stack(n, n + len(part.matrices))) for n, part in starts]
-
-    def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
-        """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
-        return [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, last)]
-
     def _equal(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Ranges of equal blocks that follow each other there."""
         kinds = [(dtype, shape.numel()) for dtype, shape in self._shapes[first:last]]
         cuts = _cuts(kinds, self._sizes[first:last], self._state.chunk_bytes)
         return [(first + a, first + b) for a, b in cuts]
@@ -317,22 +310,17 @@ class Operands(_InOrder):
         for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
             mask(flat, bad, first)
 
-    def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
-        """`into_range` of each."""
-        kinds = [(len(chunk.blocks), hypers[chunk.group].eps) for chunk in self._chunks]
-        return _scales(norms, kinds, torch.float64 in self._state.working)
-
     def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
         """Of what leaves from these positions on by way of a flat buffer."""
-        runs = self.runs(first, last)
-        views = send.split([flat.numel() for _, flat in runs])
-        return [(n, x, view.view(x.shape)) for (n, x), view in zip(runs, views, strict=True)]
+        stacks = [(a, self.stack(a, b)) for a, b in self._equal(first, last)]
+        views = send.split([stack.numel() for _, stack in stacks])
+        return [(n, view.view(stack.shape)) for (n, stack), view in zip(stacks, views, strict=True)]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """The operands of an outlet, scaled, to where they leave; zeros where they are bad.
-        Without scales they have been masked, and are copied."""
-        first, source, to = outlet
-        assert isinstance(source, Tensor) and isinstance(to, Tensor)
+        """Scaled operands to where they leave, zeros where bad; without scales as they are."""
+        first, to = outlet
+        assert isinstance(to, Tensor)
+        source = self.stack(first, first + len(to))
         if now.scales is None:
             to.copy_(source)
             return
@@ -341,8 +329,7 @@ class Operands(_InOrder):
             mask(to, now.bad.to(to.device), first)
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
-        """Advance the momentum. ``bad``: a bool, or one by position; where it is true the momentum
-        stays as it is, whatever the gradient."""
+        """Advance the momentum, but not where ``bad``, a bool or one by position, is true."""
         for number, chunk in enumerate(self._chunks):
             rule, hyper = self._rules[chunk.group], hypers[chunk.group]
             buffers = [self._state.momentum[k] for k in chunk.blocks]
@@ -395,8 +382,7 @@ class PassingOperands(_InOrder):
 
     @property
     def largest_piece(self) -> int:
-        """Bytes of what torch's own operations make at a time, where `list_kernels` do not take
-        blocks: momentum and operands."""
+        """Bytes that torch makes at a time of blocks which `list_kernels` do not take."""
         kernels, state, sizes = list_kernels(self._state.device), self._state, [0]
         for k, (_, working) in zip(self.order, self._kinds, strict=True):
             momentum = state.momentum[k]
@@ -405,18 +391,13 @@ class PassingOperands(_InOrder):
                 sizes.append(momentum.numel() * working.itemsize)
         return 2 * min(sum(sizes), max(state.chunk_bytes, *sizes))
 
-    def placed(self, parts: Iterable[Part], first: int) -> list[tuple[int, Part, range]]:
-        """See `Operands.placed`; in place of operands their positions."""
-        starts = [(first + part.position, part) for part in parts]
-        return [(n, part, range(n, n + len(part.matrices))) for n, part in starts]
-
     def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
         """See `Operands.outlets`."""
         shapes = [self._state.momentum[k].shape for k in self.order[first:last]]
         flats = send.split([shape.numel() for shape in shapes])
         views = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
         cuts = _cuts(self._kinds[first:last], [0] * len(views), 1)
-        return [(first + a, range(first + a, first + b), views[a:b]) for a, b in cuts]
+        return [(first + a, views[a:b]) for a, b in cuts]
 
     def fill(self, grads: Sequence[Tensor], hypers: Sequence[Hyper]) -> Tensor:
         """See `Operands.fill`; nothing is written."""
@@ -431,25 +412,18 @@ class PassingOperands(_InOrder):
             self._norms.narrow(0, first, len(blocks)).copy_(norms)
         return self._norms
 
-    def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
-        """`into_range` of each."""
-        kinds = [(last - first, hypers[self._kinds[first][0]].eps) for first, last in self._runs]
-        return _scales(norms, kinds, torch.float64 in self._state.working)
-
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """The operands of an outlet, scaled, to where they leave; zeros where they are bad, and
-        elsewhere momentum advances."""
-        first, _, to = outlet
-        self._advance(first, [*to], now)
+        """Scaled operands to where they leave, and momentum; zeros where bad, and it stays."""
+        first, to = outlet
+        self._advance(first, len(to), [*to], now)
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
         """Advance the momentum of ``others``."""
         for first, last in self._runs:
             if first >= self._count:
-                self._advance(first, None, Pass(grads, hypers, self._norms, bad), last - first)
+                self._advance(first, last - first, None, Pass(grads, hypers, None, bad))
 
-    def _advance(self, first: int, to: list[Tensor] | None, now: Pass, count: int = 0) -> None:
-        count = count if to is None else len(to)
+    def _advance(self, first: int, count: int, to: list[Tensor] | None, now: Pass) -> None:
         (group, working), blocks = self._kinds[first], self.order[first : first + count]
         self._rules[group].advance_into(
             to,
@@ -460,17 +434,6 @@ class PassingOperands(_InOrder):
             scales=None if now.scales is None else now.scales.narrow(0, first, count),
             stays=at(now.bad, first, count),
         )
-
-
-def _scales(norms: Tensor, kinds: Sequence[tuple[int, float]], is_wide: bool) -> Tensor:
-    """`into_range` of each norm; ``kinds``: how many in turn have which eps."""
-    if len({eps for _, eps in kinds}) <= 1:
-        scales = into_range(norms, kinds[0][1] if kinds else 1.0)
-    else:
-        own = norms.split([count for count, _ in kinds])
-        pairs = zip(own, kinds, strict=True)
-        scales = torch.cat([into_range(each, eps) for each, (_, eps) in pairs])
-    return scales if is_wide else scales.float()
 
 
 def mask(stack: Tensor, bad: Tensor, first: int) -> None:

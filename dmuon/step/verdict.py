@@ -66,9 +66,8 @@ class Fields:
     """Where the numbers of a message lie.
 
     A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
-    for each parameter copy that several ranks hold; from ``end`` the last fields; from ``sent`` on
-    the flags of what this rank holds alone, which are not sent. ``flags`` are those of this rank's
-    copies, by parameter.
+    for each parameter copy that several ranks hold; from ``end`` the last fields; from ``sent`` on,
+    not sent, flags of what this rank holds alone. ``flags`` are those of its copies, by parameter.
 
     This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
     whose norms travel, and where these norms are; ``counted`` the same of the replica that counts.
@@ -76,13 +75,12 @@ class Fields:
 
     def __init__(
         self,
-        specs: ModelSpecs,
+        runtime: LayoutRuntime,
         shards: ShardMap | None,
-        rank: int,
-        device: torch.device,
         matrices: Sequence[int],
         counts: Sequence[bool],
     ) -> None:
+        specs, rank, device = runtime.plan.specs, runtime.transport.rank, runtime.device
         every = range(len(specs.matrices))
         self.travelling = [i for i in every if shards is None or not shards.is_local(i)]
         self.norm_of = norm_of = {i: n for n, i in enumerate(self.travelling)}
@@ -133,8 +131,7 @@ class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
     ``counts``: which blocks are those of the replica that counts. Without ``shards``, where owners
-    have the gradients, every matrix has a norm, only to say which are not finite; who has a
-    gradient is known.
+    have the gradients, norms only say which are not finite; who has a gradient is known.
     """
 
     def __init__(
@@ -149,7 +146,7 @@ class VerdictMessage:
     ) -> None:
         self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
-        self._fields = Fields(specs, shards, transport.rank, runtime.device, matrices, counts)
+        self._fields = Fields(runtime, shards, matrices, counts)
         self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
         # Parameters of which gradients that some ranks lack, or that differ, are an error.
         is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1
@@ -216,8 +213,7 @@ class VerdictMessage:
         return self._limits[1]
 
     def refuse(self, *, is_new: bool = False) -> Tensor:
-        """What a rank sends that cannot take this step, so that nothing changes on any rank;
-        ``is_new``: because of new parameters."""
+        """What a rank sends that cannot take this step; ``is_new``: because of new parameters."""
         end, vector = self._fields.end, self._blank()
         vector[:end].zero_()
         vector[end + _BAD].fill_(1.0)
@@ -240,8 +236,7 @@ class VerdictMessage:
         """How far each gradient differs between ranks, as a share of its mean square, float64, in
         the first steps and then rarely; None else. A collective call, also of ranks that refuse.
 
-        A few elements of each are compared. Not by norms: those of large gradients hardly differ,
-        even between independent ones.
+        A few elements of each, not norms: those of large gradients hardly differ, even unrelated.
         """
         if not self._alike:
             return None
@@ -270,8 +265,7 @@ class VerdictMessage:
         return torch.tensor(numbers, device=self._empty.device)
 
     def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
-        """Norms of whole matrices from a summed vector, wherever they lie; 0 where they are not
-        finite, because such matrices travel as zeros."""
+        """Norms of whole matrices from a summed vector; 0 where not finite, as they travel."""
         return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
 
     def all_are_new(self, vector: Tensor) -> bool:
@@ -287,8 +281,7 @@ class VerdictMessage:
     ) -> Verdict | None:
         """The verdict of a summed vector and of what `compare` found; None if nothing may change.
 
-        ``norms``, by position, become those of whole matrices. Nothing is read where the host would
-        wait for it.
+        ``norms`` become those of whole matrices. Nothing is read where the host would wait.
 
         Raises:
             DmuonError: see `_raise`; where the host cannot read, `raise_noted` raises it.
@@ -327,8 +320,7 @@ class VerdictMessage:
         return Verdict(ok, of_blocks, missing, skip.float())
 
     def note(self, vector: Tensor, spread: Tensor | None) -> None:
-        """Have `raise_noted` look at a summed vector, where the host cannot read it, and at what
-        `compare` found."""
+        """Have `raise_noted` look at a summed vector, and at what `compare` found."""
         sent = vector[: self._fields.sent]
         self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
 

@@ -64,8 +64,7 @@ class Verifier:
     """Which matrices are checked, and how; tools replace it."""
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
-        """The ``count``-th sample of `matrices_of`, the same on all ranks; about an eighth of what
-        an owner has."""
+        """The ``count``-th sample of `matrices_of`, alike everywhere: an eighth of an owner's."""
         every = matrices_of(plan)
         size = max(1, len(every) // (8 * plan.topology.world))
         return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
@@ -178,8 +177,7 @@ def _checksum(values: Tensor) -> int:
 
 
 def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], what: str) -> set[int]:
-    """Of ranks that store the same, those where something is not what it is on most of them; all of
-    these where no value is that of most."""
+    """Of ranks that store the same, those that differ from most; all, where most are not equal."""
     odd: set[int] = set()
     for ranks in boxes.values():
         values = {r: getattr(part, what) for r, part in ranks.items()}

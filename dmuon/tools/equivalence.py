@@ -283,8 +283,7 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Finds matrices that differ after a step from what each rank computes by itself, to the bit:
-    ``different``, the same on all ranks."""
+    """Finds matrices that differ by a bit from what each rank computes; ``different`` on all."""
 
     def __init__(self) -> None:
         self.different: set[str] = set()

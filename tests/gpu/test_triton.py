@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton kernels need Triton")
 
-from dmuon.kernels import triton_lists, triton_small, triton_syrk
+from dmuon.kernels import triton_lists, triton_syrk
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
 from tests.co_owners import by_co_owners
@@ -17,7 +17,7 @@ from tests.products import POLAR
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import BF16, F16, F32, Kernels, check_symm
 
-GPU = Kernels("cuda", triton_syrk, triton_lists, triton_small)
+GPU = Kernels("cuda", triton_syrk, triton_lists)
 gpu, empty = GPU.random, GPU.empty
 
 
@@ -108,7 +108,7 @@ def test_graph_replay():
     x = gpu(2, 100, 300, dtype=F16)
     x /= torch.linalg.matrix_norm(x.float(), keepdim=True).half()
     out, work = empty(2, 100, 100, dtype=F16), x.clone()
-    iteration = triton_small.prepared_iteration(work, POLAR, (2,))
+    iteration = triton_syrk.prepared_iteration(work, POLAR, (2,))
 
     def step() -> None:
         work.copy_(x)
@@ -139,7 +139,7 @@ def test_the_same_bits_every_time():
         out, cast, small = empty(3, 700, 700, dtype=F16), torch.empty_like(a), x.clone()
         triton_syrk.symm_mm(a, a, out=out)
         GPU.momentum(buffer.clone(), grad, cast)
-        triton_small.prepared_iteration(small, POLAR, (2,))()
+        triton_syrk.prepared_iteration(small, POLAR, (2,))()
         found.append((out, cast, small))
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others))

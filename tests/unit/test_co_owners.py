@@ -175,16 +175,15 @@ def test_co_owners_hold_the_same_bits_of_what_they_share(monkeypatch, count, spl
     seen: dict[int, list[Tensor]] = {}
 
     def kept(honest):
-        def steps(self, *args):
-            yield from honest(self, *args)
-            out = args[1] if honest is summed else args[0]
+        def steps(self, *args, **how):
+            yield from honest(self, *args, **how)
+            out = how.get("out", args[0])
             seen.setdefault(self._peers.index, []).append(out.clone())
 
         return steps
 
-    summed, gathered = SliceOps._summed, SliceOps._gathered
-    monkeypatch.setattr(SliceOps, "_summed", kept(summed))
-    monkeypatch.setattr(SliceOps, "_gathered", kept(gathered))
+    monkeypatch.setattr(SliceOps, "gram", kept(SliceOps.gram))
+    monkeypatch.setattr(SliceOps, "_gathered", kept(SliceOps._gathered))
     by_co_owners(torch.randn(2, 40, 70), count, torch.float32, split)
     assert len(seen) == count and len(seen[0]) >= 2
     for others in zip(*seen.values(), strict=True):

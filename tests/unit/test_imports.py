@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "rule": {"types", "config", "devices", "tensors", "kernels"},
     "step": {
         "types", "config", "devices", "tensors", "dtensors", "scheduler", "period",
-        "kernels", "rule", "adamw", "comm",
+        "kernels", "rule", "comm",
     },
     "dtensors": {"types", "config", "devices", "scheduler"},
     "scheduler": {"types", "config"},

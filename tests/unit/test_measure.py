@@ -721,7 +721,7 @@ def test_trouble_with_the_cache_is_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(("times", "terminal", "shown", "drawn"), [
-    ([1.0, 2.5, 2.6], True, True, ["x, 8 x [64, 256]", "1/4", "2/4"]),
+    ([1.0, 2.5, 2.6], True, True, ["x (1 of 4): 8 x [64, 256]", "x (2 of 4)"]),
     ([0.5, 1.9], True, True, []), ([5.0], True, False, []), ([1.9], False, True, []),
     ([1.0, 2.5, 2.6], False, True, ["x (1 of 4); later runs find it in the cache\n"]),
     ([5.0], False, False, []),
@@ -743,7 +743,7 @@ def test_after_two_seconds_one_rank_says_what_is_measured(times, terminal, shown
             assert out.getvalue() == drawn[0], "one line, whatever follows"
     assert all(text in cleared for text in drawn) and bool(cleared) == bool(drawn)
     if terminal and drawn:
-        assert "0/4" not in cleared and cleared.endswith("\x1b[2K")
+        assert "(0 of 4)" not in cleared and cleared.endswith("\x1b[2K")
 
 
 def test_what_takes_long_is_said_where_costs_are_measured(tmp_path, capsys):

@@ -14,14 +14,13 @@ from dmuon.comm.buckets import (
     EVERYONE,
     Slices,
     allocate,
-    cut_by_bytes,
     gradient_bucket,
     publish_buckets,
 )
 from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.types import OwnershipError
+from dmuon.types import OwnershipError, runs_of
 from tests.unit.models import Mixed, plan_of, specs_of, tree
 
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
@@ -82,7 +81,7 @@ def gradient_buckets(plan, size, dtype=None):
         return specs[p].numel * (dtype.itemsize if dtype else ITEM_SIZE[specs[p].dtype])
 
     order = reversed(range(len(specs)))
-    cut = cut_by_bytes(order, nbytes, size)
+    cut = list(runs_of(order, nbytes, size))
     # Closed as soon as they are large enough.
     assert all(sum(map(nbytes, members[:-1])) < size for members in cut)
     assert all(sum(map(nbytes, members)) >= size for members in cut[:-1])

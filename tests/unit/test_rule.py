@@ -22,7 +22,7 @@ from dmuon.rule import (
     momentum_dtypes,
     momentum_update,
     rule_of,
-    update_rms,
+    update_norms,
 )
 from dmuon.tensors import normalize, normalize_, wide_norms
 from tests.accelerator import host_cannot_read
@@ -138,19 +138,19 @@ def test_updates_of_views_and_other_strides_are_applied_in_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_rms_is_per_matrix_and_scaled(dtype):
+def test_norms_of_updates_are_per_matrix(dtype):
     updates = torch.stack([torch.full((3, 4), 2.0), torch.zeros(3, 4), -torch.ones(3, 4)])
-    rms = update_rms(updates.to(dtype), 0.5)
-    assert rms.dtype == torch.float32
-    torch.testing.assert_close(rms, torch.tensor([1.0, 0.0, 0.5]))
+    norms = update_norms(updates.to(dtype))
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.square(), torch.tensor([48.0, 0.0, 12.0]))
 
 
 def test_an_orthogonal_update_has_the_rms_of_adamw():
     rows, cols = 16, 40
     orthogonal = torch.linalg.qr(gradients(1, cols, rows)[0]).Q.t()[None]
     for adjust, expected in {"match_rms_adamw": 0.2, 0.35: 0.35}.items():
-        rms = update_rms(orthogonal, adjusted_lr(1.0, adjust, rows, cols))
-        assert rms.item() == pytest.approx(expected)
+        rms = update_norms(orthogonal) * adjusted_lr(1.0, adjust, rows, cols)
+        assert rms.item() == pytest.approx(expected * math.sqrt(rows * cols))
 
 
 # ---- masters -------------------------------------------------------------------------------

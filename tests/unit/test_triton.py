@@ -86,7 +86,7 @@ def interpreted_library() -> Iterator[None]:
                     setattr(owner, name, value)
 
 
-NAMES = ("syrk", "lists", "small")
+NAMES = ("syrk", "lists")
 INTERPRETED = Kernels("cpu", *(interpreted(f"triton_{name}") for name in NAMES))
 SYRK = INTERPRETED.syrk
 

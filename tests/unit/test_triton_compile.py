@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dmuon.kernels import triton_lists, triton_small, triton_syrk
+from dmuon.kernels import triton_lists, triton_syrk
 from dmuon.kernels.triton_syrk import (
     TILES,
     TILES_FLOAT32,
@@ -211,9 +211,9 @@ def test_list_kernels_move_whole_vectors(kernel, options, arch):
 def test_small_iterations(arch, size, dtype, spilled):
     types = {"x_ptr": f"*{dtype}", "q_ptr": f"*{dtype}", "triples_ptr": "*fp32"}
     wide = torch.float32 if dtype == "fp32" else torch.float16
-    options = triton_small.launch_options(size, wide) | {"x_col": 1}
+    options = triton_syrk.small_options(size, wide) | {"x_col": 1}
     found = compiled(
-        triton_small.iteration_kernel,
+        triton_syrk.iteration_kernel,
         types | {"edges_ptr": "*i32"},
         options,
         arch,

@@ -46,8 +46,8 @@ _Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part 
 
 
 class _Assembly:
-    """The step under tensor parallelism, of units with gradients of one dtype whose results are
-    published in one, that of ``like``."""
+    """The step under tensor parallelism, of units with one dtype of gradients and one (``like``'s)
+    of results."""
 
     def __init__(
         self,
@@ -85,8 +85,7 @@ class _Assembly:
         compute: Callable[[Unit, Tensor], Tensor | None],
         update: Callable[[Unit, _Parts], None],
     ) -> None:
-        """Call ``compute(unit, gradients)`` at the unit's owner, and on every rank with its data
-        coordinates ``update`` with the parts of the results."""
+        """``compute(unit, gradients)`` at owners, ``update`` with parts of results on all ranks."""
 
         def fill(b: int) -> None:
             self._sources[b].run()

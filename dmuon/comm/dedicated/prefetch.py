@@ -7,8 +7,7 @@ reverse, whatever modules a rank skips or calls in another order::
     backward   g3 g2 | run 3 | g1 | run 2 | ...
 
 Backward passes by layer g right before the gather number g + prefetch + 1, on every rank: there
-the gradients of g leave if it is known that none will come. On a rank that has them all they have
-left by then.
+the gradients of g leave if none will come. On a rank that has them all they have left by then.
 
 A layer that a rank has not asked for when the pass ends is received then, and dropped. One that is
 asked for again after it has been dropped is sent once more, on all ranks that run the same program;
@@ -52,8 +51,7 @@ class PassState(State):
         FORWARD   the gather of each layer, in the order of registration        IDLE
         BACKWARD  the gather of each layer in reverse, gradients in between     IDLE
 
-    A pass goes back to IDLE once all of its collectives are issued, so none follows another
-    directly.
+    A pass is IDLE again once all of its collectives are issued, so none follows another directly.
     """
 
     IDLE = "idle", "FORWARD BACKWARD"
@@ -77,8 +75,7 @@ class _Calls:
 class Prefetcher:
     """Makes weights available before passes over the model need them, and sends gradients in turn.
 
-    The root's layer is needed first in both passes. There is a ``reducer`` once an optimizer has
-    bound itself.
+    The root's layer is needed first in both passes. A ``reducer`` comes with the optimizer.
     """
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
@@ -231,11 +228,9 @@ class Prefetcher:
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
-        """Send gradients of the layers that backward has passed by, at their places among the
-        gathers, where the ranks that have all of theirs send them.
+        """Send gradients of the layers that backward has passed by, where others send theirs.
 
-        For a layer that has not run since the step these are zeros; when the pass is ``ending``,
-        whatever there is of any layer.
+        Zeros for a layer that has not run since the step; when ``ending``, what there is.
         """
         end = max(self._passed, self._launched - self._options.prefetch)
         passed = [self._turn(n) for n in range(self._passed, end)]
@@ -259,8 +254,7 @@ class Prefetcher:
             self.reducer.accumulated(parameter)
 
     def recover(self) -> None:
-        """Autograd is done, or has raised: issue the remaining collectives, on which the others
-        count. Nothing stays materialized."""
+        """Autograd is done, or has raised: issue the collectives that others count on, and free."""
         if self.state is not PassState.BACKWARD:
             return
         self._end_backward()
@@ -283,8 +277,7 @@ class Prefetcher:
     # ---- between passes ----------------------------------------------------------------------
 
     def join_passes(self) -> None:
-        """If no backward ran here since the step, take part in the others' all the same, and in the
-        forward pass before it if there was none here."""
+        """Take part in the others' passes since the step if no backward (and forward) ran here."""
         if self.backwards:
             return
         if self.reducer is not None:
@@ -377,8 +370,7 @@ def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callabl
 def _announce(
     prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
-    """Fetch the weights before the backward of ``output``, or of what the modules of ``area`` keep;
-    returns False if ``output`` has no backward."""
+    """Fetch weights before the backward of ``output`` (False: it has none), or of what is kept."""
     step = prefetcher.steps
 
     def before_backward(prefetcher: Prefetcher, _: Tensor) -> None:
@@ -410,8 +402,7 @@ def _announce(
 def hook_module(
     prefetcher: Prefetcher, point: WaitPoint, layers: Sequence[int], area: Sequence[nn.Module]
 ) -> list[Remove]:
-    """Hooks of one module, which needs ``layers``; ``area`` is itself and what lies below it in no
-    other layer."""
+    """Hooks of a module that needs ``layers``; ``area``: it and what lies below, in no other."""
     module, weak_module = point.module, weakref.ref(point.module)
 
     def check_whole(prefetcher: Prefetcher) -> None:
@@ -452,22 +443,16 @@ def hook_module(
 # ---- state dicts of modules ------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Load:
-    """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it."""
-
-    module: weakref.ref[nn.Module]
-    errors: list[str]  # the call's own, of what does not fit
-    is_collective: bool = False  # there are parameters below that are kept elsewhere
-    found: dict[int, Any] = dataclasses.field(default_factory=dict)  # those in the state dict
-
-
 class _StateDicts:
     """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
     load them from any form, at the end of the outermost call; collective calls. Inside
     ``materialized`` they are whole, as in any module. ``given`` is what torch gives such hooks."""
 
-    _call: _Load | None = None  # that is open, or was cut off
+    # Of a load that is open, or was cut off: torch has one list of errors per call.
+    _errors: list[str] | None = None
+    _root: weakref.ref[nn.Module]
+    _found: dict[int, Any]
+    _is_collective = False  # there are parameters below that are kept elsewhere
 
     def save(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         _, state, prefix, _ = given
@@ -480,11 +465,12 @@ class _StateDicts:
 
     def load(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         module, state_dict, prefix, metadata, _, _, _, errors = given
-        if self._call is None or self._call.errors is not errors:  # torch has one list per call
-            self._call = _Load(weakref.ref(module), errors)
-        call, storage = self._call, prefetcher.storage
+        if self._errors is not errors:
+            self._errors, self._root = errors, weakref.ref(module)
+            self._found, self._is_collective = {}, False
+        storage = prefetcher.storage
         elsewhere = storage.kept_elsewhere(names)
-        call.is_collective = call.is_collective or bool(elsewhere)
+        self._is_collective = self._is_collective or bool(elsewhere)
         for name, p in elsewhere.items():
             key = prefix + name
             if key not in state_dict:
@@ -496,18 +482,18 @@ class _StateDicts:
                 )
             flaw = storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
-            call.found[p] = state_dict[key]
+            self._found[p] = state_dict[key]
             # So torch copies what is there already.
             state_dict[key] = module.get_parameter(name)
 
     def loaded(self, prefetcher: Prefetcher, module: nn.Module, _: Any) -> None:
-        call = self._call
-        if call is None or call.module() is not module:
+        errors = self._errors
+        if errors is None or self._root() is not module:
             return
-        self._call = None
-        if call.is_collective:
+        self._errors = None
+        if self._is_collective:
             prefetcher.begin_access()
-            prefetcher.storage.load(call.found, call.errors)
+            prefetcher.storage.load(self._found, errors)
             prefetcher.drop()  # what was launched ahead is old
 
 

@@ -42,10 +42,6 @@ from dmuon.types import OwnershipError, State
 # ---- one layer -------------------------------------------------------------------------------
 
 
-def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
-    return like.new_empty((0, *shape[1:]))
-
-
 class _Weight:
     """One parameter, or the local tensor inside a `DTensor`: ``tensor``, whose data is switched.
 
@@ -64,7 +60,7 @@ class _Weight:
         self.tensor = tensor
         self.bucket, self.start = bucket, start
         if not bucket.is_keeper:
-            self.kept = _placeholder(shape, bucket.nothing)
+            self.kept = bucket.nothing.new_empty((0, *shape[1:]))
         else:
             self.kept = bucket.stored(start, numel).view(shape) if numel else values.view(shape)
         self.view = bucket.buffer.flat.narrow(0, start, numel).view(shape)
@@ -153,6 +149,7 @@ class Layer:
     # What is kept here of what goes to the holders in other replicas, with the owner's replica.
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
     exchanges: list[list[Tensor]] = field(default_factory=list)  # see `_exchanges`
+    copies: Copies = field(default_factory=lambda: Copies(()))  # into buffers before they leave
     gathers: list[Work] = field(default_factory=list)  # to where weights are used, under way
     publishing: list[Work] = field(default_factory=list)  # to the holders, under way
 
@@ -173,8 +170,7 @@ class Layer:
                 weight.tensor.data = weight.view
 
     def record(self, *, hold: bool) -> bool:
-        """Autograd has recorded a use; returns whether it is the first since `use`. ``hold``: keep
-        the weights until backward is done."""
+        """Autograd has recorded a use; True for the first. ``hold``: until backward is done."""
         first = self.state is WeightState.IN_USE
         if first:
             self.state = self.state.to(WeightState.RECORDED)
@@ -274,7 +270,7 @@ class Storage:
             spans = slices.spans(p, self._tensor)
             if spans and all(span.shard != self._shard for span in spans):
                 local = stored_tensor(self.parameters[p])
-                local.data = _placeholder(local.shape, local)
+                local.data = local.new_empty((0, *local.shape[1:]))
 
     @torch.no_grad()
     def _take_over(self) -> None:
@@ -295,6 +291,7 @@ class Storage:
                     if span.shard == self._shard and self.has_replicas
                 ]
             layer.exchanges = _exchanges(layer.buckets, self.slices.grid.shape[1])
+            layer.copies = Copies(pair for bucket in layer.buckets for pair in bucket.copies)
             layer.weights = [self._weights[p] for p in layer.parameters]
 
     # ---- the meta device, and frameworks that make new parameters ----------------------------
@@ -342,8 +339,7 @@ class Storage:
             self.publish(layer)
 
     def ready(self) -> None:
-        """Take over the weights now at the latest; OwnershipError if they are still on the meta
-        device."""
+        """Take over the weights at the latest now; OwnershipError on the meta device."""
         if self._on_meta:
             self.find_parameters()
 
@@ -389,7 +385,7 @@ class Storage:
         wait_all(layer.gathers)
         for bucket in layer.buckets:
             bucket.buffer.hold()
-        Copies(pair for bucket in layer.buckets for pair in bucket.copies).run()
+        layer.copies.run()
         for parts in layer.exchanges:
             self.process_groups.meter["weights"] += sum(part.nbytes for part in parts)
             transport, tag = self.process_groups.weights, f"{phase} {layer.name}"
