@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from dmuon.devices import host_can_read
 
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
-_FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
+_FEW_ELEMENTS, MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
 _PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
 
 
@@ -98,16 +99,22 @@ def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
     return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
-def finite_marks(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor of a device that is finite where all of its elements are; none of
-    them is empty."""
+def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norms of tensors of one device, ``[n]`` float64: finite where all elements are."""
     if host_can_read(tensors[0].device):
-        # Vectorized there, as the largest absolute value is not. It overflows early at most.
-        sums = [t.sum(dtype=t.dtype if t.dtype.itemsize > 2 else torch.float32) for t in tensors]
-        joint = torch.stack(sums)
-        if bool(joint.isfinite().all()):
-            return joint
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
+        # There float64 is slow, and long sums in float32 are off: it joins the norms of parts.
+        parts = [
+            t.reshape(-1).split(MANY_ELEMENTS) if t.numel() > MANY_ELEMENTS else (t,)
+            for t in tensors
+        ]
+        wide = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
+        norms = torch.stack(torch._foreach_norm([*chain(*parts)], dtype=wide)).double()
+        if len(norms) > len(parts):
+            found = norms.split([*map(len, parts)])
+            norms = torch.stack([torch.linalg.vector_norm(part) for part in found])
+        if bool(norms.isfinite().all()):
+            return norms
+    return torch.stack(wide_norms(tensors))
 
 
 def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
@@ -115,8 +122,8 @@ def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
     found = []
     for device in {tensor.device for _, tensor in named}:
         some = [(name, tensor) for name, tensor in named if tensor.device == device]
-        marks = finite_marks([tensor for _, tensor in some]).tolist()
-        found += [name for (name, _), mark in zip(some, marks) if not math.isfinite(mark)]
+        norms = finite_norms([tensor for _, tensor in some]).tolist()
+        found += [name for (name, _), norm in zip(some, norms) if not math.isfinite(norm)]
     return found
 
 
@@ -229,9 +236,9 @@ def norms_of(y: Tensor) -> Tensor:
     over a large matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True, dtype=wide)
-    if y.is_cpu and y.dtype is not wide and y.numel() > _MANY_ELEMENTS and y.is_contiguous():
+    if y.is_cpu and y.dtype is not wide and y.numel() > MANY_ELEMENTS and y.is_contiguous():
         # There torch converts all of it first, into memory that is new each time.
-        parts = y.view(-1, y.shape[-1]).split(max(1, _MANY_ELEMENTS // y.shape[-1]))
+        parts = y.view(-1, y.shape[-1]).split(max(1, MANY_ELEMENTS // y.shape[-1]))
         rows = torch.cat([norm(part) for part in parts]).view(*y.shape[:-1], 1)
     else:
         rows = norm(y)

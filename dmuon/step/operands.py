@@ -22,7 +22,15 @@ from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.routes import Part
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
+from dmuon.tensors import (
+    MANY_ELEMENTS,
+    finite_norms,
+    into_range,
+    norms_into,
+    scale_all,
+    scale_into,
+    squares_fit,
+)
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
 Outlet = tuple[int, Tensor | range, Tensor | Sequence[Tensor]]
@@ -46,7 +54,8 @@ class Block:
 
     ``index`` takes it out of the local part of its parameter (None: it is all of it). ``rows`` and
     ``cols`` are its own; ``is_whole`` says that they are the matrix's. ``counts``: among the
-    replicas of the matrix, this rank's is the one that sends.
+    replicas of the matrix, this rank's is the one that sends; ``is_first``: and its copy of the
+    parameter is the first.
     """
 
     matrix: int
@@ -57,6 +66,7 @@ class Block:
     cols: int
     is_whole: bool
     counts: bool
+    is_first: bool
 
 
 def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
@@ -68,6 +78,7 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
         whole, local = shards.boxes[i], shards.shard(rank, matrix.parameter).box
         rows, cols = matrix.form.matrix_shape(piece.box.shape)
         here = whole.intersection(local).within(local)
+        counts = piece.replica == shards.replica_of(i, plan.owners[i])
         yield Block(
             matrix=i,
             parameter=matrix.parameter,
@@ -76,7 +87,8 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
             rows=rows,
             cols=cols,
             is_whole=(rows, cols) == matrix.shape,
-            counts=piece.replica == shards.replica_of(i, plan.owners[i]),
+            counts=counts,
+            is_first=counts and rank in shards.copies[matrix.parameter][0],
         )
 
 
@@ -223,7 +235,16 @@ class _InOrder:
         self.order = [*order, *others]
         self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
-        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+        # Of operands, and of gradients.
+        self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
+        self._norms = self._both[0]
+        counted = [float(state.blocks[k].is_first) for k in self.order]
+        self._counted = torch.tensor(counted, dtype=torch.float64, device=state.device)
+
+    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
+        """After `fill`: the sum of the squares of what this rank counts of the gradients; all ranks
+        together count each element once. 0-d float64."""
+        return self._both[1].mul(self._counted).dot(self._both[1])
 
 
 class Operands(_InOrder):
@@ -250,8 +271,15 @@ class Operands(_InOrder):
             stacks = [self.stack(n, n + 1)[0] for n in range(first, end)]
             runs, blocks = self.runs(first, end), self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
+        runs = [*chain.from_iterable(chunk.runs for chunk in self._chunks)]
+        # The first positions of those whose gradients are small, and of one shape.
+        self._stackable = {
+            n
+            for n, x in runs
+            if x.numel() <= MANY_ELEMENTS and len({s for _, s in self._shapes[n : n + len(x)]}) == 1
+        }
         # Elements of the most blocks whose norms are taken together.
-        self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
+        self.largest_run = max((x.numel() for _, x in runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
 
     def stack(self, first: int, last: int) -> Tensor:
@@ -298,7 +326,7 @@ class Operands(_InOrder):
     ) -> None:
         norms, found = self._norms, [grads[k] for k in chunk.blocks]
         if not chunk.operands:
-            norms.narrow(0, chunk.first, len(found)).copy_(finite_marks(found))
+            norms.narrow(0, chunk.first, len(found)).copy_(finite_norms(found))
             return
         runs, operands = chunk.runs, chunk.operands
         is_cast = operands[0].dtype is not chunk.dtype
@@ -311,6 +339,16 @@ class Operands(_InOrder):
         if is_cast:
             for (_, flat), (_, to) in zip(runs, chunk.runs, strict=True):
                 to.copy_(flat)
+
+    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
+        for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
+            some = [grads[k] for k in self.order[first : first + len(flat)]]
+            to = self._both[1].narrow(0, first, len(some))
+            if first in self._stackable:  # one call for all of them
+                norms_into(to, torch.stack(some).flatten(1))
+            if first not in self._stackable or not bool(to.isfinite().all()):
+                to.copy_(finite_norms(some))
+        return super().gradient_square(grads)
 
     def mask(self, bad: Tensor) -> None:
         """Zeros where a mask, by position or one for all, is true."""
@@ -427,8 +465,8 @@ class PassingOperands(_InOrder):
                 buffers = [self._state.momentum[k] for k in blocks]
                 norms = self._rules[group].operand_norms(buffers, found, hypers[group], working)
             else:
-                norms = finite_marks(found)
-            self._norms.narrow(0, first, len(blocks)).copy_(norms)
+                norms = finite_norms(found)  # of gradients alone
+            self._both.narrow(1, first, len(blocks)).copy_(norms)
         return self._norms
 
     def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
