@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -37,6 +38,7 @@ Shape = tuple[int, int, int]  # matrices, rows, cols
 
 _ALIGNMENT = 256
 _OTHERS = 128  # calls that were not planned and are kept nevertheless
+_SMALL = 1 << 15  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,11 @@ class Call:
     eps: float | None = None
 
 
-def _range(shapes: Iterable[Shape]) -> record_function:
-    """What a profiler sees of calls that run together."""
+def _range(shapes: Sequence[Shape]) -> AbstractContextManager[object]:
+    """What a profiler sees of calls that run together. A range costs some microseconds without a
+    profiler too, which is too much for small ones."""
+    if sum(map(prod, shapes)) < _SMALL:
+        return nullcontext()
     texts = [f"{b}x[{m},{n}]" for b, m, n in shapes]
     return record_function(f"dmuon::newton_schulz {' '.join(texts)}")
 
@@ -96,7 +101,7 @@ class _Prepared:
     kernel: str
     run: Callable[[], Tensor]
     may_capture: bool
-    range: record_function
+    range: AbstractContextManager[object]
     result: Tensor | None = None
     replay: Callable[[], object] | None = None
 

@@ -271,7 +271,8 @@ NAMES = {
 @layouts(*NAMES)
 def test_a_profiler_sees_what_a_step_does(rank, world, layout):
     build = Used if layout in AT_OWNERS else None  # what has no gradient is not orthogonalized
-    with both(build, layout=layout, only=SYNC) as pair:
+    small = patch("dmuon.kernels.runner._SMALL", 0)
+    with small, both(build, layout=layout, only=SYNC) as pair:
         pair.backward(0)
         pair.step()
         pair.backward(1)
