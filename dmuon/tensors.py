@@ -20,7 +20,7 @@ from torch import Tensor
 from dmuon.devices import host_can_read
 
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
-_FEW_ELEMENTS, MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
+_FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
 _PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
 
 
@@ -103,15 +103,16 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The norms of tensors of one device, ``[n]`` float64: finite where all elements are."""
     if host_can_read(tensors[0].device):
         # There float64 is slow, and long sums in float32 are off: it joins the norms of parts.
-        parts = [
-            t.reshape(-1).split(MANY_ELEMENTS) if t.numel() > MANY_ELEMENTS else (t,)
-            for t in tensors
-        ]
         wide = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
-        norms = torch.stack(torch._foreach_norm([*chain(*parts)], dtype=wide)).double()
-        if len(norms) > len(parts):
-            found = norms.split([*map(len, parts)])
-            norms = torch.stack([torch.linalg.vector_norm(part) for part in found])
+        norm, most = torch.linalg.vector_norm, _MANY_ELEMENTS
+        if len({t.shape for t in tensors}) == 1 and len(tensors) * tensors[0].numel() <= most:
+            stack = torch.stack([*tensors]).view(len(tensors), -1)
+            norms = norm(stack, dim=1, dtype=wide).double()
+        else:
+            parts = [t.reshape(-1).split(most) if t.numel() > most else (t,) for t in tensors]
+            norms = torch.stack(torch._foreach_norm([*chain(*parts)], dtype=wide)).double()
+            if len(norms) > len(parts):
+                norms = torch.stack([*map(norm, norms.split([*map(len, parts)]))])
         if bool(norms.isfinite().all()):
             return norms
     return torch.stack(wide_norms(tensors))
@@ -236,9 +237,9 @@ def norms_of(y: Tensor) -> Tensor:
     over a large matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True, dtype=wide)
-    if y.is_cpu and y.dtype is not wide and y.numel() > MANY_ELEMENTS and y.is_contiguous():
+    if y.is_cpu and y.dtype is not wide and y.numel() > _MANY_ELEMENTS and y.is_contiguous():
         # There torch converts all of it first, into memory that is new each time.
-        parts = y.view(-1, y.shape[-1]).split(max(1, MANY_ELEMENTS // y.shape[-1]))
+        parts = y.view(-1, y.shape[-1]).split(max(1, _MANY_ELEMENTS // y.shape[-1]))
         rows = torch.cat([norm(part) for part in parts]).view(*y.shape[:-1], 1)
     else:
         rows = norm(y)

@@ -22,15 +22,7 @@ from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.routes import Part
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import (
-    MANY_ELEMENTS,
-    finite_norms,
-    into_range,
-    norms_into,
-    scale_all,
-    scale_into,
-    squares_fit,
-)
+from dmuon.tensors import finite_norms, into_range, norms_into, scale_all, scale_into, squares_fit
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
 Outlet = tuple[int, Tensor | range, Tensor | Sequence[Tensor]]
@@ -54,8 +46,7 @@ class Block:
 
     ``index`` takes it out of the local part of its parameter (None: it is all of it). ``rows`` and
     ``cols`` are its own; ``is_whole`` says that they are the matrix's. ``counts``: among the
-    replicas of the matrix, this rank's is the one that sends; ``is_first``: and its copy of the
-    parameter is the first.
+    replicas of the matrix, this rank's is the one that sends.
     """
 
     matrix: int
@@ -66,7 +57,6 @@ class Block:
     cols: int
     is_whole: bool
     counts: bool
-    is_first: bool
 
 
 def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
@@ -78,7 +68,6 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
         whole, local = shards.boxes[i], shards.shard(rank, matrix.parameter).box
         rows, cols = matrix.form.matrix_shape(piece.box.shape)
         here = whole.intersection(local).within(local)
-        counts = piece.replica == shards.replica_of(i, plan.owners[i])
         yield Block(
             matrix=i,
             parameter=matrix.parameter,
@@ -87,8 +76,7 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
             rows=rows,
             cols=cols,
             is_whole=(rows, cols) == matrix.shape,
-            counts=counts,
-            is_first=counts and rank in shards.copies[matrix.parameter][0],
+            counts=piece.replica == shards.replica_of(i, plan.owners[i]),
         )
 
 
@@ -139,6 +127,11 @@ class BlockState:
         """Make the workspace, for operands of so many elements."""
         self.workspace = self._empty(numel, dtype)
         return self.workspace
+
+    def is_counted(self, block: Block) -> bool:
+        """Whether a block is the one that counts of all that hold the same part of a parameter."""
+        first = self._runtime.shards.copies[block.parameter][0]
+        return block.counts and self._runtime.transport.rank in first
 
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for the momentum of a chunk; the same at every call."""
@@ -238,7 +231,7 @@ class _InOrder:
         # Of operands, and of gradients.
         self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
         self._norms = self._both[0]
-        counted = [float(state.blocks[k].is_first) for k in self.order]
+        counted = [float(state.is_counted(state.blocks[k])) for k in self.order]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=state.device)
 
     def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
@@ -271,15 +264,8 @@ class Operands(_InOrder):
             stacks = [self.stack(n, n + 1)[0] for n in range(first, end)]
             runs, blocks = self.runs(first, end), self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
-        runs = [*chain.from_iterable(chunk.runs for chunk in self._chunks)]
-        # The first positions of those whose gradients are small, and of one shape.
-        self._stackable = {
-            n
-            for n, x in runs
-            if x.numel() <= MANY_ELEMENTS and len({s for _, s in self._shapes[n : n + len(x)]}) == 1
-        }
         # Elements of the most blocks whose norms are taken together.
-        self.largest_run = max((x.numel() for _, x in runs), default=0)
+        self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
 
     def stack(self, first: int, last: int) -> Tensor:
@@ -343,11 +329,7 @@ class Operands(_InOrder):
     def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
         for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
             some = [grads[k] for k in self.order[first : first + len(flat)]]
-            to = self._both[1].narrow(0, first, len(some))
-            if first in self._stackable:  # one call for all of them
-                norms_into(to, torch.stack(some).flatten(1))
-            if first not in self._stackable or not bool(to.isfinite().all()):
-                to.copy_(finite_norms(some))
+            self._both[1].narrow(0, first, len(some)).copy_(finite_norms(some))
         return super().gradient_square(grads)
 
     def mask(self, bad: Tensor) -> None:

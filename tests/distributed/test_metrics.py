@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import replace
@@ -288,3 +289,34 @@ def test_a_profiler_sees_what_a_step_does(rank, world, layout):
         runs = {name: n for name, n in found.items() if "newton_schulz" in name}
         assert sum(runs.values()) == batches
         assert all(re.fullmatch(r"\S+ \d+x\[\d+,\d+\]", name) for name in runs)
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@layouts("ddp", "hsdp", "reduced", "dedicated")
+def test_one_rank_logs_what_it_has_planned(rank, world, layout):
+    log, kept = logging.getLogger("dmuon"), Kept()
+    before = log.level
+    log.addHandler(kept), log.setLevel(logging.DEBUG)
+    try:
+        with both(layout=layout) as pair:
+            pair.train_alone(range(2))
+            plan = pair.own.plan
+    finally:
+        log.removeHandler(kept), log.setLevel(before)
+    lines = [line for line in kept.lines if line.startswith("INFO")]
+    assert len(lines) == (rank == 0) and bool(kept.lines) is (rank == 0)
+    if rank == 0:
+        what = f"layout {plan.layout.value}, {len(plan.specs.matrices)} matrices, {world} ranks"
+        assert lines[0].startswith("INFO planned in ") and what in lines[0]
+        assert any("kernels by batches" in line for line in kept.lines)
+        assert any("batches are owned here" in line for line in kept.lines)
