@@ -105,7 +105,8 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
         # There float64 is slow, and long sums in float32 are off: it joins the norms of parts.
         wide = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
         norm, most = torch.linalg.vector_norm, _MANY_ELEMENTS
-        if len({t.shape for t in tensors}) == 1 and len(tensors) * tensors[0].numel() <= most:
+        is_small = tensors[0].numel() <= min(_FEW_ELEMENTS, most // len(tensors))
+        if is_small and len({t.shape for t in tensors}) == 1:
             stack = torch.stack([*tensors]).view(len(tensors), -1)
             norms = norm(stack, dim=1, dtype=wide).double()
         else:

@@ -133,7 +133,7 @@ class Engine(ABC):
         self.verifier = Verifier()
         self._samples: list[Sample] = []
         self._records: deque[Record] | None = None  # until somebody asks
-        self._steps = 0  # the count after the last step
+        self._steps, self._full = 0, True  # the count after the last step; no block step
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -180,7 +180,8 @@ class Engine(ABC):
         self._hypers = [Hyper.of(group) for group in self._groups]
         if self._records is not None and self._steps:
             self._records.append(self._record())  # nothing of that step is pending any more
-        self._steps = self._settings.schedule.t + 1
+        schedule = self._settings.schedule
+        self._steps, self._full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
     def _note(self, finite: bool | Tensor) -> Tensor | int:
@@ -200,11 +201,6 @@ class Engine(ABC):
         checked = [([*some], finite_norms([*some.values()])) for some in found.values()]
         counted = [norms for of, norms in checked if self._runtime.counts(of[0])]
         return checked, [norms.dot(norms) for norms in counted]
-
-    @property
-    def took_full_step(self) -> bool:
-        """And not a block step."""
-        return True
 
     @property
     def _fuses_adamw(self) -> bool:
@@ -384,9 +380,10 @@ class Engine(ABC):
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
         self._runtime.synchronize()
+        (matrices, rms), specs = self._update_rms(), self._runtime.plan.specs.matrices
         return {
             "ns_dtype": dtype_name(self._settings.ns_dtype),
-            "update_rms": self._rms_by_name(),
+            "update_rms": {specs[i].name: value for i, value in zip(matrices, rms.tolist())},
             "finite": bool(self.skips.finite),
             "skipped": int(self.skips.count),
             "below_eps": self._message.found.below_eps,
@@ -402,10 +399,6 @@ class Engine(ABC):
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
         """The matrices whose updates this rank knows of, and their RMS over the learning rate."""
 
-    def _rms_by_name(self) -> dict[str, float]:
-        (matrices, rms), specs = self._update_rms(), self._runtime.plan.specs.matrices
-        return {specs[i].name: value for i, value in zip(matrices, rms.tolist(), strict=True)}
-
     def records(self) -> dict[int, Record]:
         """Of the last steps whose numbers can be read without waiting for a device, by their count.
         From the first call on steps leave copies of their numbers for the host."""
@@ -420,9 +413,8 @@ class Engine(ABC):
     def _record(self) -> Record:
         (matrices, rms), found = self._update_rms(), self._message.found
         numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.count)]))
-        times = self._telemetry.watch, self._telemetry.waits
-        known = found.square, found.below_eps
-        return Record(self._steps, self.took_full_step, *times, *known, matrices, numbers)
+        what = self._steps, self._full, self._telemetry.watch, self._runtime.meter.waits
+        return Record(*what, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:
         """(number of the param group, RMS) of the matrices that a step has updated."""
@@ -633,11 +625,6 @@ class StepTelemetry:
         """New watches for this step; the last ones stay readable."""
         self.watch = Stopwatch(self._device)
         self._meter.waits = {}
-
-    @property
-    def waits(self) -> Mapping[str, Stopwatch]:
-        """How long this step waited for collectives, by purpose."""
-        return self._meter.waits
 
     def finish_step(self) -> None:
         """Note this step's time and, at the steps when all do, launch the exchange.

@@ -355,7 +355,7 @@ class ParamsEngine(Engine):
             self.skips.late = self.skips.late + skipped
 
     def finish(self) -> None:
-        if self.took_full_step:  # a block step issues no collective, and this may
+        if self._outcome.full:  # a block step issues no collective, and this may
             super().finish()
 
     def _refuse(self, refusal: Exception) -> None:
@@ -600,12 +600,8 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        of_step = {"full_step": self.took_full_step, "step_bytes": self.step_bytes()}
+        of_step = {"full_step": self._outcome.full, "step_bytes": self.step_bytes()}
         return super().stats() | of_step
-
-    @property
-    def took_full_step(self) -> bool:
-        return self._outcome.full
 
     def describe(self) -> str:
         travel = f"{len(self._runtime.bound().buckets)} buckets travel"
