@@ -10,9 +10,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -203,6 +206,21 @@ def plan_given(given: Given, request: Request) -> Ownership:
     return ownership
 
 
+def _log(plan: OwnershipPlan, seconds: float) -> None:
+    """A line about a plan and, for who debugs, its choices."""
+    log, loads = logging.getLogger("dmuon"), plan.loads_ms
+    mean = sum(loads) / len(loads)
+    text = "planned in %.2f s: layout %s, %d matrices, %d ranks, makespan %.3g ms, imbalance %.1f%%"
+    what = plan.layout.value, len(plan.specs.matrices), len(loads)
+    excess = plan.makespan_ms / mean - 1 if mean else 0.0
+    log.info(text, seconds, *what, plan.makespan_ms, 100 * excess)
+    found = plan.search.engine or plan.solver, plan.status, plan.search.seconds
+    log.debug("owners by %s (%s, %.2f s); costs: %s", *found, plan.cost_source)
+    kernels = Counter(batch.kernel or "as the rule says" for batch in plan.batches)
+    shared = sum(len(batch.matrices) for batch in plan.batches if batch.co_owners)
+    log.debug("kernels by batches: %s; %d matrices with co-owners", dict(kernels), shared)
+
+
 def assemble(
     given: Given,
     request: Request,
@@ -215,7 +233,7 @@ def assemble(
     ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
     instead of `Transport.subgroup`.
     """
-    opened = [transport]
+    opened, began = [transport], time.perf_counter()
     what = "dmuon.dedicate_params" if given.named is None else "dmuon.Muon"
     if given.before is not None:
         what = "planning again, because parameters were unfrozen or added"
@@ -249,6 +267,8 @@ def assemble(
     for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
+    if transport.rank == 0 and given.before is None:  # else `Muon` says why it plans again
+        _log(plan, time.perf_counter() - began)
     return Ownership(plan, runtime, given.inner, request)
 
 

@@ -278,6 +278,10 @@ class HostCopy:
         self._values = device.copy_to_host(tensor)
         self._event = device.event()
 
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._event.query()
+
     def read(self) -> list[Any]:
         """The values; waits for what the device did up to the copy, and for nothing behind it."""
         self._event.synchronize()

@@ -66,6 +66,9 @@ if TYPE_CHECKING:
     from dmuon.report.data import LoadBalanceReport
 
 
+_LOG = logging.getLogger("dmuon")
+
+
 class Muon(Optimizer):
     """Muon on the matrices of a model, AdamW on everything else.
 
@@ -354,8 +357,7 @@ class Muon(Optimizer):
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
-            seconds, log = time.perf_counter() - began, logging.getLogger("dmuon")
-            log.info("planned again in %.2f s, because %s", seconds, why)
+            _LOG.info("planned again in %.2f s, because %s", time.perf_counter() - began, why)
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
@@ -381,6 +383,7 @@ class Muon(Optimizer):
         ns_dtype, speeds = choice.common_choice(found, device)
         agreed = run.switches | {"ns_dtype": ns_dtype}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
+        del agreed["verify_every"]
         settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
             self.state.clear()
@@ -412,6 +415,9 @@ class Muon(Optimizer):
             self._unbind(ownerships)
             raise
         run.loaded = {}
+        for engine, ownership in zip(run.engines, ownerships, strict=True):
+            if ownership.rank == 0:
+                _LOG.debug("Newton-Schulz in %s; %s", dtype_name(ns_dtype), engine.describe())
         for flaw in filter(None, flaws):
             warnings.warn(flaw, RuntimeWarning, stacklevel=3)
 
@@ -646,6 +652,49 @@ class Muon(Optimizer):
             "bytes": dict(run.bytes),
             **_combined([engine.stats() for engine in run.engines]),
         }
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step, for a logger (docs/metrics.md). No collective call, and no wait
+        for a device: where that is behind they are of the newest step that it has done since the
+        first call. What is not known has no key, so before the first step it is empty.
+
+        ``grad_norm``: of all gradients on all ranks, as `step` got them: clipped, if they were.
+        ``update_rms/<group>/mean`` and ``/max``: of ``update_rms`` in `stats`, over the matrices of
+        a param group that were updated; a group goes by its ``name``, or by its number. ``ns_ms``:
+        Newton-Schulz. ``gather_ms``, ``scatter_ms``: waiting for what travels to owners, and back.
+        ``exposed_ms``: waiting for these and for what all ranks agree on; the rest of a step's time
+        is this rank's own work. ``planned_ratio``: ``ns_ms`` over what the plan expects of this
+        rank, where prices were measured. ``steps``, ``bytes``, ``skipped``, ``below_eps``: see
+        `stats`.
+        """
+        run = self._run
+        found = [engine.records() for engine in run.engines]
+        steps = max(set(found[0]).intersection(*found), default=None) if found else None
+        if steps is None:
+            return {}
+        times: dict[str, float] = defaultdict(float)
+        in_groups: dict[int, list[float]] = defaultdict(list)
+        planned, records = 0.0, [each[steps] for each in found]
+        for engine, ownership, record in zip(run.engines, run.ownerships, records, strict=True):
+            planned += ownership.telemetry.planned_ms or math.nan
+            for name, ms in record.times().items():
+                times[name] += ms
+            for group, rms in engine.in_groups(record):
+                in_groups[group].append(rms)
+        metrics = {"steps": float(steps), **times, "bytes": float(run.bytes.total())}
+        metrics["skipped"] = max(record.numbers.read()[-1] for record in records)
+        metrics["below_eps"] = float(sum(record.below_eps for record in records))
+        squares = [record.square for record in records if record.square is not None]
+        if len(squares) == len(records):
+            metrics["grad_norm"] = math.sqrt(math.fsum(squares))
+        if planned > 0 and all(record.full for record in records):
+            metrics["planned_ratio"] = metrics["ns_ms"] / planned
+        names = [str(group.get("name", n)) for n, group in enumerate(self.param_groups)]
+        for group, values in sorted(in_groups.items()):
+            name = names[group] if names.count(names[group]) == 1 else str(group)
+            metrics[f"update_rms/{name}/mean"] = math.fsum(values) / len(values)
+            metrics[f"update_rms/{name}/max"] = max(values)
+        return metrics
 
     # ---- state ---------------------------------------------------------------------------
 

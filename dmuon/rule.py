@@ -298,7 +298,7 @@ class Rule:
         working = working or buffer.dtype
         if not host_can_read(buffer.device) and len(buffer):
             to, buffers, grads = (list(stack.unbind()) for stack in (out, buffer, grad))
-            norms = self.operand_norms(buffers, grads, h, working)
+            norms = self.operand_norms(buffers, grads, h, working)[0]
             scales = into_range(norms, h.eps)
             scales = scales if working is torch.float64 else scales.float()
             self.advance_into(to, buffers, grads, h, working, scales=scales, stays=stays)
@@ -318,8 +318,8 @@ class Rule:
     def operand_norms(
         self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
     ) -> Tensor:
-        """The norms of operands, ``[n]`` float64: not finite where an operand is not. Nothing is
-        changed. ``working``: see `operand`."""
+        """The norms of operands and of gradients, ``[2, n]`` float64: not finite where one is not.
+        Nothing is changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
         for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:
@@ -328,16 +328,17 @@ class Rule:
                 norms = kernels.norms(held, own, working, **h.momentum_settings())
                 if len(some) == len(buffers):
                     return norms
-                each = norms.unbind()
+                each = norms.unbind(1)
             found |= zip(some, each, strict=True)
-        return torch.stack([found[n] for n in range(len(buffers))])
+        return torch.stack([found[n] for n in range(len(buffers))], 1)
 
     def _norms_of_some(
         self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
     ) -> list[Tensor]:
         made = [_empty(b, working) for b in buffers]
         self.operands(made, buffers, grads, h)
-        return wide_norms(made)
+        norms = torch.stack([*wide_norms(made), *wide_norms(grads)])
+        return [*norms.view(2, -1).unbind(1)]
 
     def advance_into(
         self,

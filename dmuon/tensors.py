@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -97,16 +98,24 @@ def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
     return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
-def finite_marks(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor of a device that is finite where all of its elements are; none of
-    them is empty."""
+def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norms of tensors of one device, ``[n]`` float64: finite where all elements are."""
     if host_can_read(tensors[0].device):
-        # Vectorized there, as the largest absolute value is not. It overflows early at most.
-        sums = [t.sum(dtype=t.dtype if t.dtype.itemsize > 2 else torch.float32) for t in tensors]
-        joint = torch.stack(sums)
-        if bool(joint.isfinite().all()):
-            return joint
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
+        # There float64 is slow, and long sums in float32 are off: it joins the norms of parts.
+        wide = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
+        norm, most = torch.linalg.vector_norm, _MANY_ELEMENTS
+        is_small = tensors[0].numel() <= min(_FEW_ELEMENTS, most // len(tensors))
+        if is_small and len({t.shape for t in tensors}) == 1:
+            stack = torch.stack([*tensors]).view(len(tensors), -1)
+            norms = norm(stack, dim=1, dtype=wide).double()
+        else:
+            parts = [t.reshape(-1).split(most) if t.numel() > most else (t,) for t in tensors]
+            norms = torch.stack(torch._foreach_norm([*chain(*parts)], dtype=wide)).double()
+            if len(norms) > len(parts):
+                norms = torch.stack([*map(norm, norms.split([*map(len, parts)]))])
+        if bool(norms.isfinite().all()):
+            return norms
+    return torch.stack(wide_norms(tensors))
 
 
 def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
@@ -114,8 +123,8 @@ def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
     found = []
     for device in {tensor.device for _, tensor in named}:
         some = [(name, tensor) for name, tensor in named if tensor.device == device]
-        marks = finite_marks([tensor for _, tensor in some]).tolist()
-        found += [name for (name, _), mark in zip(some, marks) if not math.isfinite(mark)]
+        norms = finite_norms([tensor for _, tensor in some]).tolist()
+        found += [name for (name, _), norm in zip(some, norms) if not math.isfinite(norm)]
     return found
 
 

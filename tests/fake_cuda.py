@@ -148,8 +148,8 @@ class ListKernels:
     @classmethod
     def norms(cls, buffers: list[Tensor], grads: list[Tensor], *args: Any, **how: Any) -> Tensor:
         cls._note("norms", [buffers, grads], [])
-        parts = torch.zeros(len(buffers), 1, dtype=torch.float64, device=buffers[0].device)
-        return parts.sum(1).sqrt_()
+        parts = torch.zeros(2, len(buffers), 1, dtype=torch.float64, device=buffers[0].device)
+        return parts.sum(2).sqrt_()
 
     @classmethod
     def advance(cls, out: Any, buffers: list[Tensor], grads: Any, *args: Any, **how: Any) -> None:
@@ -415,6 +415,7 @@ def rank_of(
             (Tensor, "__setitem__", _set),
             (Tensor, "copy_", _copy),
             (dmuon.step.engine, "Stopwatch", _Watch),
+            (dmuon.comm.transport, "Stopwatch", _Watch),
             (dmuon.step.verdict, "HostCopy", _HostCopy),
             (devices.CudaGraphs, "__call__", lambda graphs, call: _Replay(call)),
             (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),

@@ -43,7 +43,7 @@ class Kernels:
         to, *lists = ([*stack.unbind()] for stack in (out, buffer, grad))
         if not to:
             return out
-        norms = self.lists.norms(*lists, buffer.dtype, **settings)
+        norms = self.lists.norms(*lists, buffer.dtype, **settings)[0]
         scales = into_range(norms, eps).float()
         self.lists.advance(to, *lists, buffer.dtype, scales=scales, **settings)
         return out
@@ -315,7 +315,7 @@ def test_lists_of_any_shapes_and_dtypes_are_as_torch_has_them(kernels, mode, wor
     found = kernels.lists.norms(buffers, grads, working, **how)
     kernels.lists.advance(out, buffers, grads, working, scales=scales, **how)
     eps = 1e-6 if working is F32 else 2e-2
-    torch.testing.assert_close(found, torch.stack(norms), rtol=eps, atol=0)
+    torch.testing.assert_close(found, torch.stack(norms, 1), rtol=eps, atol=0)
     for one, two, narrow in zip((*buffers, *out), (*wide, *wanted), [*buffers, *wanted]):
         ulp = 2 * torch.finfo(narrow.dtype).eps
         torch.testing.assert_close(one, two, rtol=ulp + eps, atol=ulp + 2 * eps)

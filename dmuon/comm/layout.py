@@ -53,6 +53,7 @@ class LayoutRuntime(ABC):
         self.units: tuple[Unit, ...] = ()  # as executed, once an optimizer has bound itself
         self.one_by_one = False  # see `units_of`
         self.meter = Meter()
+        self.meter.device = device
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._sync = True
         self._watch: ParameterWatch | None = None  # where nothing else notices replaced parameters
@@ -75,6 +76,10 @@ class LayoutRuntime(ABC):
     @abstractmethod
     def gradients(self) -> Gradients:
         """The gradients of the planned parameters; after `reduce_gradients`."""
+
+    @abstractmethod
+    def counts(self, parameter: int) -> bool:
+        """Whether this rank's part of one of AdamW's gradients counts for their joint norm."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from dmuon.comm import reducer as reduction
 from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, publish_buckets
@@ -66,6 +67,7 @@ class OwnersRuntime(LayoutRuntime):
         super().__init__(slices.plan, model, process_groups.world, device)
         self.process_groups = process_groups
         self.meter = process_groups.meter
+        self.meter.device = device
         self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: reduction.GradientReducer | None = None
         self.slices = slices
@@ -154,15 +156,15 @@ class OwnersRuntime(LayoutRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
 
-    def update_rms(self) -> dict[str, Tensor]:
-        """RMS of the last update of each matrix known here, by name; waits for pending ones."""
-        self.synchronize()
-        specs = self.plan.specs.matrices
-        found: dict[str, Tensor] = {}
-        for unit in self.units:
-            rms = self._rms.get(unit.matrices[0], ())
-            found |= {specs[i].name: value for i, value in zip(unit.matrices, rms)}
-        return found
+    def update_rms(self) -> tuple[list[int], list[Tensor]]:
+        """The matrices whose updates are known here, and the RMS of those that are not pending."""
+        known = [unit for unit in self.units if unit.matrices[0] in self._rms]
+        matrices = [*chain.from_iterable(unit.matrices for unit in known)]
+        return matrices, [self._rms[unit.matrices[0]] for unit in known]
+
+    def counts(self, parameter: int) -> bool:
+        is_cut = is_distributed(self.parameters[parameter])
+        return parameter in self._counted if is_cut else self.transport.rank == 0
 
 
 @dataclass(slots=True)
@@ -210,6 +212,7 @@ class ReducedRuntime(OwnersRuntime):
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._broadcasts: list[_Broadcast] = []
         self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
+        self._publishing = record_function("dmuon::publish")
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
@@ -336,7 +339,8 @@ class ReducedRuntime(OwnersRuntime):
                 self._computed(compute, live.unit, live.where, gradients, live.rms, live.payload)
             flat = bucket.buffer.flat
             self.meter["updates"] += flat.nbytes
-            work = self.transport.broadcast(flat, bucket.owner, tag="updates")
+            with self._publishing:
+                work = self.transport.broadcast(flat, bucket.owner, tag="updates")
             self._pending[b] = work, apply
         reducer.clear()
         # The forward that led here read these without passing their wait point.
@@ -346,7 +350,8 @@ class ReducedRuntime(OwnersRuntime):
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
         for b in sorted(self._pending.keys() & broadcasts):
             bucket, (work, apply) = self._broadcasts[b], self._pending.pop(b)
-            work.wait()
+            with self._publishing:
+                self.meter.wait("scatter", [work])
             for live in bucket.units:
                 if live.where:
                     self._apply(live, apply)

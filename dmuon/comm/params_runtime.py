@@ -153,8 +153,11 @@ class ParamsRuntime(LayoutRuntime):
     def gradients(self) -> Gradients:
         """The first replica of the first copy of each parameter counts."""
         found = [(i, grad) for i, grad in enumerate(self.local_gradients()) if grad is not None]
-        counted = [grad for i, grad in found if self.shards.counts(i, self.transport.rank)]
+        counted = [grad for i, grad in found if self.counts(i)]
         return Gradients(counted, [], [grad for _, grad in found])
+
+    def counts(self, parameter: int) -> bool:
+        return self.shards.counts(parameter, self.transport.rank)
 
     def all_reduce(self, vector: Tensor, tag: str) -> Work:
         """Sum ``vector`` over all ranks, counted in the meter."""

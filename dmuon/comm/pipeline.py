@@ -17,15 +17,19 @@ In a bucket's NS, units with co-owners come first, in one order everywhere: they
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, Ranks, Units, bucket_route, places
-from dmuon.comm.transport import Meter, Transport, Work, wait_all
+from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
 from dmuon.scheduler.shards import ShardMap
 
@@ -49,6 +53,18 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
         owned, came if route.joins else 0, 0 if is_within else route.updates.numel,
         sum(one.others.numel for one in route.replications),
     )  # fmt: skip
+
+
+def layers_in(names: Sequence[str]) -> str:
+    """Which layers matrices of these names are of.
+
+    >>> layers_in(["layers.3.up.weight", "layers.3.down.weight"]), layers_in(["a.weight", "b.0.w"])
+    ('layers.3', 'a to b.0')
+    """
+    of = [re.match(r"(.*?\.\d+)\.", name) for name in names]
+    found = [m[1] if m else name.rpartition(".")[0] or name for m, name in zip(of, names)]
+    first, last = found[0], found[-1]
+    return first if {*found} == {first} else f"{first} to {last}"
 
 
 def _aligned(numel: int) -> int:
@@ -192,6 +208,15 @@ class Pipeline:
             for b, route in enumerate(routes)
         ]
         self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
+        # What a profiler sees of each bucket.
+        specs = shards.specs.matrices
+        within = [sorted(chain(*(units[u].matrices for u in members))) for members in cuts]
+        names = [[specs[i].name for i in some] for some in within]
+        self._gathering: list[AbstractContextManager[object]] = [
+            nullcontext() if bucket.shares else record_function(f"dmuon::gather {layers_in(some)}")
+            for bucket, some in zip(self.buckets, names, strict=True)
+        ]
+        self._publishing = record_function("dmuon::publish")
 
     def run(
         self,
@@ -226,8 +251,9 @@ class Pipeline:
         if not self.only_publishes:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
-            wait_all(bucket.works)
-            bucket.assembly.run(self.copier)
+            with self._gathering[b]:
+                self._meter.wait("gather", bucket.works)
+                bucket.assembly.run(self.copier)
             if b + self._slots < count:
                 self._gather(b + self._slots, fill)
             if b and self._slots == 1:  # its slot is needed now
@@ -242,12 +268,13 @@ class Pipeline:
                     bucket.leaving(n, update).run(self.copier)
             if not b and may_send is not None and not may_send():
                 return False
-            for owner, part in enumerate(bucket.shares):
-                if part.numel():
-                    self._meter["updates"] += part.nbytes
-                    bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
-            if not bucket.shares:
-                self._exchange(bucket, *bucket.scatter)
+            with self._publishing:
+                for owner, part in enumerate(bucket.shares):
+                    if part.numel():
+                        self._meter["updates"] += part.nbytes
+                        bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
+                if not bucket.shares:
+                    self._exchange(bucket, *bucket.scatter)
             self._pending[b] = apply
             if b and self._slots > 1:
                 self._replicate(b - 1)
@@ -259,7 +286,7 @@ class Pipeline:
 
     def _arrive(self, bucket: Bucket) -> None:
         """Wait for the updates of what is held here, and join them to blocks."""
-        wait_all(bucket.works)
+        self._meter.wait("scatter", bucket.works)
         bucket.joins.run(self.copier)
 
     def _exchange(
@@ -273,10 +300,11 @@ class Pipeline:
 
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
         bucket = self.buckets[b]
-        fill(b)
-        bucket.cuts.run(self.copier)
-        if not bucket.shares:
-            self._exchange(bucket, *bucket.gather)
+        with self._gathering[b]:
+            fill(b)
+            bucket.cuts.run(self.copier)
+            if not bucket.shares:
+                self._exchange(bucket, *bucket.gather)
 
     def _replicate(self, b: int) -> None:
         bucket = self.buckets[b]
@@ -295,10 +323,11 @@ class Pipeline:
             if apply is None:
                 continue
             bucket = self.buckets[b]
-            if bucket.replicas:
-                wait_all(bucket.works)
-            else:
-                self._arrive(bucket)
+            with self._publishing:
+                if bucket.replicas:
+                    self._meter.wait("scatter", bucket.works)
+                else:
+                    self._arrive(bucket)
             apply(b)
 
     @property

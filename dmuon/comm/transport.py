@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.devices import SideStream, host_can_read, of
+from dmuon.devices import SideStream, Stopwatch, host_can_read, of
 from dmuon.types import ConsensusError, OwnershipError
 
 
@@ -467,7 +467,23 @@ def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> Non
         dist.destroy_process_group(group)
 
 
-Meter = Counter[str]  # bytes that this rank handed to collectives, by tag
+class Meter(Counter[str]):
+    """Bytes that this rank handed to collectives, by tag. ``waits``: the times that it waited for
+    them, on ``device``, by purpose; whoever begins a step clears them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: dict[str, Stopwatch] = {}
+
+    def wait(self, purpose: str, works: list[Work]) -> None:
+        """`wait_all`, timed."""
+        if works:
+            watch = self.waits.setdefault(purpose, Stopwatch(self.device))
+            watch.start()
+            wait_all(works)
+            watch.stop()
 
 
 # ---- devices -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from dmuon import devices
 from dmuon.config import KernelOptions
@@ -29,6 +31,7 @@ Shape = tuple[int, int, int]  # matrices, rows, cols
 
 _ALIGNMENT = 256
 _OTHERS = 128  # calls that were not planned and are kept nevertheless
+_SMALL = 1 << 15  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,15 @@ class Call:
     coefficients: tuple[Triple, ...]
     kernel: str = ""
     eps: float | None = None
+
+
+def _range(shapes: Sequence[Shape]) -> AbstractContextManager[object]:
+    """What a profiler sees of calls that run together. A range costs some microseconds without a
+    profiler too, which is too much for small ones."""
+    if sum(map(prod, shapes)) < _SMALL:
+        return nullcontext()
+    texts = [f"{b}x[{m},{n}]" for b, m, n in shapes]
+    return record_function(f"dmuon::newton_schulz {' '.join(texts)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,7 @@ class _Prepared:
     kernel: str
     run: Callable[[], Tensor]
     may_capture: bool
+    range: AbstractContextManager[object]
     result: Tensor | None = None
     replay: Callable[[], object] | None = None
 
@@ -200,7 +213,7 @@ class Orthogonalizer:
         wide = torch.promote_types(self.dtype, torch.float32)
         running = {n: run(norms[n].to(wide)) for n, run in enumerate(runs)}
         found: dict[int, Tensor] = {}
-        with no_autocast(self.device):
+        with _range([call.call.shape for call, _ in calls]), no_autocast(self.device):
             while running:
                 for n, steps in list(running.items()):
                     result = next(steps)
@@ -225,7 +238,7 @@ class Orthogonalizer:
         """
         found = self._prepared.get((call, id(x))) or self._prepare(call, x)
         self._ran.setdefault(call.shape, {})[found.kernel] = None
-        with no_autocast(self.device):
+        with found.range, no_autocast(self.device):
             if found.replay is not None:
                 found.replay()
             elif found.result is None:
@@ -262,7 +275,8 @@ class Orthogonalizer:
                 f"x must have the shape of the call, {call.shape}, found {tuple(own.shape)}"
             )
         run = self._iteration(call, choice, own, memory.take)
-        found = _Prepared(own, str(choice), run, memory.fits and call.shape in self._planned)
+        may_capture = memory.fits and call.shape in self._planned
+        found = _Prepared(own, str(choice), run, may_capture, _range([call.shape]))
         if memory.fits and (x is None or id(x) in self._lasting):
             if len(self._prepared) > self._most:
                 self._prepared.clear()  # coefficients may differ in every step

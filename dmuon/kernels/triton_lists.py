@@ -118,20 +118,25 @@ def norms_kernel(
     HELD: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr,
     EMA: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of squares of operands, ``[count, parts]`` in float64, where no square overflows."""
+    """The sums of squares of operands and of gradients, ``[2, count, parts]`` in float64, where no
+    square overflows."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     numel = _entry(table_ptr, 0, count, tensor, ALIGNED)
     held_ptr = _pointer(table_ptr, 1, count, tensor, HELD, ALIGNED)
     grad_ptr = _pointer(table_ptr, 2, count, tensor, GRAD, ALIGNED)
     total = tl.zeros((TILE,), tl.float64)
+    given = tl.zeros((TILE,), tl.float64)
     for tile in range(part, (numel + TILE - 1) // TILE, parts):
         at, fits = _place(tile, numel, TILE)
-        grad = _read(grad_ptr, at, fits).to(WORKING).to(tl.float32)
+        grad = _read(grad_ptr, at, fits)
+        given += grad.to(tl.float64) * grad.to(tl.float64)
+        grad = grad.to(WORKING).to(tl.float32)
         held = _advanced(_read(held_ptr, at, fits), grad, momentum, weight, WORKING, EMA)
         operand = _operand(held, grad, momentum, WORKING, EMA, NESTEROV).to(tl.float64)
         total += operand * operand
     tl.store(sums_ptr + program, tl.sum(total, axis=0))
+    tl.store(sums_ptr + count * parts + program, tl.sum(given, axis=0))
 
 
 @triton.jit
@@ -288,25 +293,25 @@ def _settings(momentum: float, weight: float, mode: str, nesterov: bool) -> dict
 def norms(
     buffers: Sequence[Tensor], grads: Sequence[Tensor], working: torch.dtype, **how: Any
 ) -> Tensor:
-    """The norms of operands, ``[n]`` in float64: not finite where an operand is not.
+    """The norms of operands and of gradients, ``[2, n]`` in float64: not finite where one is not.
 
     ``working`` is the dtype of computing, to which operands and momentum are rounded. ``how``:
     ``momentum``, ``weight`` (of the gradient), ``mode`` and ``nesterov``.
     """
     device = buffers[0].device
-    found = torch.zeros(len(buffers), dtype=torch.float64, device=device)
+    found = torch.zeros(2, len(buffers), dtype=torch.float64, device=device)
     with of(device).current():
         for some, table, parts, options in _launches(buffers, grads, tile=_NORM_TILE):
-            sums = torch.empty(len(some), parts, dtype=torch.float64, device=device)
+            sums = torch.empty(2, len(some), parts, dtype=torch.float64, device=device)
             held, grad = (_TYPES[tensors[some[0]].dtype] for tensors in (buffers, grads))
             norms_kernel[(len(some) * parts,)](
                 table, sums, len(some), parts, HELD=held, GRAD=grad, WORKING=_TYPES[working],
                 **_settings(**how), **options,
             )  # fmt: skip
-            values = sums.sum(1).sqrt_()
+            values = sums.sum(2).sqrt_()
             if len(some) == len(buffers):
                 return values
-            found.index_copy_(0, _tabled([some], device)[0], values)
+            found.index_copy_(1, _tabled([some], device)[0], values)
     return found
 
 

@@ -29,7 +29,7 @@ from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.step.engine import Amp, AtOwners, Engine, load_entry, orientations
 from dmuon.step.verdict import Verdict, VerdictMessage
 from dmuon.step.verify import Stored
-from dmuon.tensors import finite_marks, scale_all
+from dmuon.tensors import finite_norms, norms_into, scale_all
 from dmuon.types import OwnershipError
 
 
@@ -197,7 +197,7 @@ class OwnersEngine(Engine):
             self._begin_update()
         norms, vector = self._message_of_step(refusal)
         runtime.meter["verdict"] += vector.nbytes
-        runtime.transport.all_reduce(vector, tag="verdict").wait()
+        runtime.meter.wait("verdict", [runtime.transport.all_reduce(vector, tag="verdict")])
         if refusal is not None and on_host:
             raise refusal
         verdict = self._message.read(vector, norms, ())
@@ -218,35 +218,45 @@ class OwnersEngine(Engine):
         norms = torch.zeros(len(self._owned.here), dtype=torch.float64, device=self._runtime.device)
         if refusal is not None:
             return norms, self._message.refuse()
-        norms = self._marks(norms)
+        norms, square = self._marks(norms)
         known = [*chain.from_iterable(of for of, _ in self._norms)]
         sizes = [norms for _, norms in self._norms]
         values = torch.cat(sizes).double() if sizes else norms
         self._norms = []
-        checked = self._checked(self._grads)
-        return norms, self._message.fill(norms, checked, (), None, (known, values))[1]
+        checked, squares = self._checked(self._grads)
+        how = checked, (), None, [*squares, square], (known, values)
+        return norms, self._message.fill(norms, *how)[1]
 
-    def _marks(self, zeros: Tensor) -> Tensor:
-        """Of what is owned here numbers that are finite where momentum stays so."""
+    def _marks(self, zeros: Tensor) -> tuple[Tensor, Tensor]:
+        """(of what is owned here numbers that are finite where momentum stays so, the sum of the
+        squares of its gradients)."""
         runtime, here = self._runtime, self._owned.here
         found = self._owned.collected(self._present)
         if not found:
-            return zeros
+            return zeros, zeros.sum()
+        norms = self._norms_of(found)
+        square = norms.dot(norms)
         if runtime.keeps_whole and (self._narrows or any(h.mode == "sgd" for h in self._hypers)):
             momentum = self._momentum()
             hypers = [self._hypers[self._group_of[i]] for i in found]
-            marks = rules.operand_peaks([*found.values()], [momentum[i] for i in found], hypers)
-        else:
-            if runtime.keeps_whole and len(found) == len(here) and host_can_read(runtime.device):
-                # One look at each stack, and at its matrices only where something is wrong.
-                stacks = [self._owned.stack(unit) for unit in self._owned.mine]
-                if bool(finite_marks(stacks).isfinite().all()):
-                    return zeros
-            marks = finite_marks([*found.values()]).double()
-        if len(found) == len(here):
-            return marks
-        by_matrix = dict(zip(found, marks.unbind(), strict=True))
-        return torch.stack([by_matrix.get(i, zeros[0]) for i in here])
+            norms = rules.operand_peaks([*found.values()], [momentum[i] for i in found], hypers)
+        if len(found) < len(here):
+            by_matrix = dict(zip(found, norms.unbind(), strict=True))
+            norms = torch.stack([by_matrix.get(i, zeros[0]) for i in here])
+        return norms, square
+
+    def _norms_of(self, found: Mapping[int, Tensor]) -> Tensor:
+        """The norms of gradients that are kept here."""
+        is_whole = self._runtime.keeps_whole and len(found) == len(self._owned.here)
+        if is_whole and host_can_read(self._runtime.device):
+            # One call for each stack, and for its matrices only where something is wrong.
+            norms = torch.empty(len(found), dtype=torch.float64)
+            sizes = [len(unit.matrices) for unit in self._owned.mine]
+            for unit, to in zip(self._owned.mine, norms.split(sizes), strict=True):
+                norms_into(to, self._owned.stack(unit).flatten(1))
+            if bool(norms.isfinite().all()):
+                return norms
+        return finite_norms([*found.values()])
 
     def _momentum(self) -> Mapping[int, Tensor]:
         return self._state.matrices(rules.MOMENTUM)
@@ -320,8 +330,9 @@ class OwnersEngine(Engine):
 
     # ---- reading and state -------------------------------------------------------------------
 
-    def _update_rms(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self._runtime.update_rms().items()}
+    def _update_rms(self) -> tuple[Sequence[int], Tensor]:
+        matrices, rms = self._runtime.update_rms()
+        return matrices, torch.cat([torch.zeros(0, device=self._runtime.device), *rms])
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Momentum, masters and what variants keep, as rows on all ranks; a collective call."""

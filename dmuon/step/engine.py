@@ -48,7 +48,7 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
-from dmuon.tensors import finite_marks
+from dmuon.tensors import finite_norms
 from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
@@ -71,7 +71,6 @@ class Settings:
     master_weights: bool
     block_lr_ratio: float | None
     nonfinite: str
-    verify_every: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,30 @@ class Skips:
     told_of_eps: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of a step that has been taken, as the ``steps``-th, and was a ``full`` one or
+    not. ``square`` and ``below_eps`` are `Findings` of the last full step; ``numbers``, which may
+    still be on their way to the host, are the RMS of the updates of ``matrices`` over the learning
+    rate, and how many steps were skipped."""
+
+    steps: int
+    full: bool
+    watch: Stopwatch
+    waits: Mapping[str, Stopwatch]
+    square: float | None
+    below_eps: int
+    matrices: Sequence[int]
+    numbers: HostCopy
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds, as `Muon.metrics` has them."""
+        waits = {purpose: watch.milliseconds() for purpose, watch in self.waits.items()}
+        found = {f"{n}_ms": waits[n] for n in ("gather", "scatter") if n in waits}
+        exposed = math.fsum(waits.values())
+        return {"ns_ms": self.watch.milliseconds(), **found, "exposed_ms": exposed}
+
+
 @dataclass(eq=False, repr=False)
 class Engine(ABC):
     """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
@@ -118,6 +141,8 @@ class Engine(ABC):
         self.skips = Skips()
         self.verifier = Verifier()
         self._samples: list[Sample] = []
+        self._records: deque[Record] | None = None  # until somebody asks
+        self._steps, self._full = 0, True  # the count after the last step; no block step
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -162,6 +187,10 @@ class Engine(ABC):
     def _begin_update(self) -> None:
         # As they are now: a scheduler may change the groups before an update is applied.
         self._hypers = [Hyper.of(group) for group in self._groups]
+        if self._records is not None and self._steps:
+            self._records.append(self._record())  # nothing of that step is pending any more
+        schedule = self._settings.schedule
+        self._steps, self._full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
     def _note(self, finite: bool | Tensor) -> Tensor | int:
@@ -171,14 +200,16 @@ class Engine(ABC):
         self.skips.count = self.skips.count + skipped
         return skipped
 
-    def _checked(self, grads: Mapping[int, Tensor]) -> Checked:
-        """Numbers that are finite where AdamW's gradients are; those apart that have other
-        replicas."""
+    def _checked(self, grads: Mapping[int, Tensor]) -> tuple[Checked, list[Tensor]]:
+        """(Numbers that are finite where AdamW's gradients are, apart by their replicas,
+        sums of squares of those that count here)."""
         found: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
         for i, p in chain.from_iterable(self._adamw.values()):
             if i in grads and grads[i].numel():
                 found[placed(p)][i] = grads[i]
-        return [(list(some), finite_marks([*some.values()])) for some in found.values()]
+        checked = [([*some], finite_norms([*some.values()])) for some in found.values()]
+        counted = [norms for of, norms in checked if self._runtime.counts(of[0])]
+        return checked, [norms.dot(norms) for norms in counted]
 
     @property
     def _fuses_adamw(self) -> bool:
@@ -358,18 +389,47 @@ class Engine(ABC):
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
         self._runtime.synchronize()
+        (matrices, rms), specs = self._update_rms(), self._runtime.plan.specs.matrices
         return {
             "ns_dtype": dtype_name(self._settings.ns_dtype),
-            "update_rms": self._update_rms(),
+            "update_rms": {specs[i].name: value for i, value in zip(matrices, rms.tolist())},
             "finite": bool(self.skips.finite),
             "skipped": int(self.skips.count),
             "below_eps": self._message.found.below_eps,
             "kernels": self._kernels.report(),
         }
 
+    def describe(self) -> str:
+        """How this rank's work is cut."""
+        owners = [unit.owner for unit in self._runtime.units]
+        return f"{owners.count(self._runtime.transport.rank)} batches are owned here"
+
     @abstractmethod
-    def _update_rms(self) -> dict[str, float]:
-        """By the names of the matrices that this rank knows of."""
+    def _update_rms(self) -> tuple[Sequence[int], Tensor]:
+        """The matrices whose updates this rank knows of, and their RMS over the learning rate."""
+
+    def records(self) -> dict[int, Record]:
+        """Of the last steps whose numbers can be read without waiting for a device, by their count.
+        From the first call on steps leave copies of their numbers for the host."""
+        if self._records is None:
+            self._records = deque(maxlen=3)
+        found = {r.steps: r for r in self._records if r.numbers.ready()}
+        is_done = host_can_read(self._runtime.device) and self._settings.publish == "sync"
+        if is_done and self._steps:
+            found[self._steps] = self._record()
+        return found
+
+    def _record(self) -> Record:
+        (matrices, rms), found = self._update_rms(), self._message.found
+        numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.count)]))
+        what = self._steps, self._full, self._telemetry.watch, self._runtime.meter.waits
+        return Record(*what, found.square, found.below_eps, matrices, numbers)
+
+    def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:
+        """(number of the param group, RMS) of the matrices that a step has updated."""
+        for i, rms in zip(record.matrices, record.numbers.read()):
+            if rms:
+                yield self._group_of[i], rms
 
     @abstractmethod
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -654,14 +714,16 @@ class StepTelemetry:
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self._device)
+        self.planned_ms = self._planned_ms
         self._steps = 0
         self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
         self._exchange: tuple[Work, Tensor] | None = None
         self._known: Tensor | None = None  # [world]; NaN for a rank that had no number yet
 
     def begin_step(self) -> None:
-        """A new watch for this step; the last ones stay readable."""
+        """New watches for this step; the last ones stay readable."""
         self.watch = Stopwatch(self._device)
+        self._meter.waits = {}
 
     def finish_step(self) -> None:
         """Note this step's time and, at the steps when all do, launch the exchange.

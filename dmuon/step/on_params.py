@@ -395,12 +395,13 @@ class ParamsEngine(Engine):
         inf, late = self._amp.found_inf, self.skips.late
         if isinstance(late, Tensor) or late:
             inf = torch.as_tensor(late, dtype=torch.float64, device=runtime.device)
-        checked = self._checked(grads)
-        vector, sent = self._message.fill(norms, checked, here, inf)
+        checked, of_grads = self._checked(grads)
+        of_grads.append(operands.gradient_square(of_blocks))
+        vector, sent = self._message.fill(norms, checked, here, inf, of_grads)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:
-            work.wait()
+            runtime.meter.wait("verdict", [work])
             spread = self._message.compare(grads)
             return self._message.read(vector, norms, here, spread)
 
@@ -486,7 +487,7 @@ class ParamsEngine(Engine):
         state, operands = self._state, self._block_operands
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
-        blocks, checked = [state.blocks[k] for k in operands.order], self._checked(grads)
+        blocks, (checked, _) = [state.blocks[k] for k in operands.order], self._checked(grads)
         parameters, inf = [b.parameter for b in blocks], self._amp.found_inf
         verdict = own_verdict(norms, parameters, checked, here, inf, self._runtime.device)
         if verdict is None:
@@ -595,12 +596,16 @@ class ParamsEngine(Engine):
         of_step = {"full_step": self._outcome.full, "step_bytes": self.step_bytes()}
         return super().stats() | of_step
 
-    def _update_rms(self) -> dict[str, float]:
+    def describe(self) -> str:
+        travel = f"{len(self._runtime.bound().buckets)} buckets travel"
+        return f"{super().describe()}, {len(self._local)} of them need nobody else; {travel}"
+
+    def _update_rms(self) -> tuple[Sequence[int], Tensor]:
         outcome = self._outcome
         outcome.wait()
-        names = [m.name for m in self._runtime.plan.specs.matrices]
-        values = [] if outcome.squares is None else outcome.squares.sqrt().tolist()
-        return {names[i]: v for i, v in zip(outcome.matrices, values)}
+        if outcome.squares is None:
+            return (), torch.zeros(0, device=self._runtime.device)
+        return outcome.matrices, outcome.squares.sqrt()
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.

@@ -21,7 +21,7 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
+from dmuon.tensors import finite_norms, into_range, norms_into, scale_all, scale_into, squares_fit
 from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
@@ -127,6 +127,11 @@ class BlockState:
         self.workspace = self._empty(numel, dtype)
         return self.workspace
 
+    def is_counted(self, block: Block) -> bool:
+        """Whether a block is the one that counts of all that hold the same part of a parameter."""
+        first = self._runtime.shards.copies[block.parameter][0]
+        return block.counts and self._runtime.transport.rank in first
+
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for the momentum of a chunk; the same at every call."""
         if dtype not in self.copies:
@@ -212,7 +217,11 @@ class _InOrder:
         self.order = [*order, *others]
         self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
-        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+        # Of operands, and of gradients.
+        self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
+        self._norms = self._both[0]
+        counted = [float(state.is_counted(state.blocks[k])) for k in self.order]
+        self._counted = torch.tensor(counted, dtype=torch.float64, device=state.device)
         groups = groupby(state.blocks[k].group for k in self.order)
         self._groups = [(group, len(list(members))) for group, members in groups]
 
@@ -225,6 +234,11 @@ class _InOrder:
             pairs = zip(own, self._groups, strict=True)
             scales = torch.cat([into_range(each, hypers[group].eps) for each, (group, _) in pairs])
         return scales if torch.float64 in self._state.working else scales.float()
+
+    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
+        """After `fill`: the sum of the squares of what this rank counts of the gradients; all ranks
+        together count each element once. 0-d float64."""
+        return self._both[1].mul(self._counted).dot(self._both[1])
 
 
 class Operands(_InOrder):
@@ -291,7 +305,7 @@ class Operands(_InOrder):
     ) -> None:
         norms, found = self._norms, [grads[k] for k in chunk.blocks]
         if not chunk.operands:
-            norms.narrow(0, chunk.first, len(found)).copy_(finite_marks(found))
+            norms.narrow(0, chunk.first, len(found)).copy_(finite_norms(found))
             return
         runs, operands = chunk.runs, chunk.operands
         is_cast = operands[0].dtype is not chunk.dtype
@@ -304,6 +318,12 @@ class Operands(_InOrder):
         if is_cast:
             for (_, flat), (_, to) in zip(runs, chunk.runs, strict=True):
                 to.copy_(flat)
+
+    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
+        for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
+            some = [grads[k] for k in self.order[first : first + len(flat)]]
+            self._both[1].narrow(0, first, len(some)).copy_(finite_norms(some))
+        return super().gradient_square(grads)
 
     def mask(self, bad: Tensor) -> None:
         """Zeros where a mask, by position or one for all, is true."""
@@ -408,8 +428,8 @@ class PassingOperands(_InOrder):
                 buffers = [self._state.momentum[k] for k in blocks]
                 norms = self._rules[group].operand_norms(buffers, found, hypers[group], working)
             else:
-                norms = finite_marks(found)
-            self._norms.narrow(0, first, len(blocks)).copy_(norms)
+                norms = finite_norms(found)  # of gradients alone
+            self._both.narrow(1, first, len(blocks)).copy_(norms)
         return self._norms
 
     def write(self, outlet: Outlet, now: Pass) -> None:

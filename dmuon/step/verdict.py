@@ -8,6 +8,7 @@
                 > 0: nothing may change                    not equal: ranks take different steps
               | ranks that have new parameters | matrices below eps, whose norms do not travel
                 all: they plan again
+              | squares of gradients, which are for `Muon.metrics`
 
 The number of a step stands for its count and for all hyperparameters. When ranks have read the sum,
 they exchange what differs, and the names of what only some of them know not to be finite.
@@ -40,7 +41,7 @@ _NUMBERS = 1 << 19
 _SAMPLED = 16  # elements of a gradient that are compared
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 # The last fields of a message, from `Fields.end` on.
-_BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _LAST = range(8)
+_BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _GRADS, _LAST = range(9)
 
 Checked = Sequence[tuple[Sequence[int], Tensor]]
 """Numbers of parameters (or matrices), and for each a number that is finite where they are."""
@@ -116,11 +117,13 @@ class Fields:
 
 @dataclass(slots=True)
 class Findings:
-    """Of the last message: whether something was not finite; how many matrices had a norm below
-    eps, which of them are known to all ranks, and what this rank knows of others (numbers, flags).
-    ``not_finite`` are flags of this rank's matrices, then of AdamW's parameters."""
+    """Of the last message: whether something was not finite; the ``square`` of the joint norm of
+    all gradients; how many matrices had a norm below eps, which of them are known to all ranks, and
+    what this rank knows of others (numbers, flags). ``not_finite`` are flags of this rank's
+    matrices, then of AdamW's parameters."""
 
     is_bad: bool = False
+    square: float | None = None
     below_eps: int = 0
     below: Sequence[int] = ()
     below_here: tuple[Sequence[int], Tensor] = (), torch.zeros(0)
@@ -169,13 +172,14 @@ class VerdictMessage:
         checked: Checked,
         here: Sequence[bool],
         found_inf: Tensor | None,
+        squares: Sequence[Tensor],
         others: tuple[Sequence[int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
-        gradient on this rank. ``others``: matrices whose norms are known elsewhere than in
-        ``norms``, and these.
+        gradient on this rank. ``squares``: sums of squares of gradients, each counted on one rank.
+        ``others``: matrices whose norms are known elsewhere than in ``norms``, and these.
         """
         fields, found, vector = self._fields, self.found, self._blank()
         for flag, is_here in zip(fields.flags, here, strict=True):
@@ -191,6 +195,8 @@ class VerdictMessage:
             bad.add_(flags.sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
+        for square in squares:
+            vector[fields.end + _GRADS].add_(square.to(vector.device))
         if others is None:
             others = fields.not_sent[0], norms.index_select(0, fields.not_sent[1])
         if others[0]:
@@ -348,7 +354,7 @@ class VerdictMessage:
             return
         if world * square != step * step:
             self._raise_difference()
-        norms = values[: fields.norms]
+        norms, found.square = values[: fields.norms], last[_GRADS]
         found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
         if found.is_bad:  # the step is skipped, and such gradients differ
             return

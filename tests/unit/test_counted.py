@@ -94,7 +94,8 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_without_kernels_a_step_takes_the_memory_that_it_tells(period):
-    """As many passes as torch has operations, over pieces of the operands."""
+    """As many passes as torch has operations, over pieces of the operands; and one more over the
+    gradients, for their norm, which the kernels find as they read them."""
     with rank_of(LLAMA, 8, fused=False, period=period) as rank:
         formula = rank.engine.step_bytes()
         for _ in range(2):
@@ -102,4 +103,4 @@ def test_without_kernels_a_step_takes_the_memory_that_it_tells(period):
         passes = formula["passes"]
         assert passes / 2 - MIB <= count.most <= passes + MIB, (count.most, formula)
         assert sum(formula.values()) <= 2.5 * GIB
-        assert count.touched.total() <= 119 * ELEMENTS // 8 and not count.reads
+        assert count.touched.total() <= 123 * ELEMENTS // 8 and not count.reads

@@ -8,10 +8,15 @@ that cannot run has a comment right above it that says why: ``<!-- not run: need
 from __future__ import annotations
 
 import functools
+import json
 import re
 import socket
+import sys
 import textwrap
-from collections.abc import Iterator
+import types
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +96,19 @@ for i, p in enumerate(model.parameters()):
     if p not in matrices:
         theirs["state"][i]["variance"] = p.detach() ** 2
 """
+METRICS = """
+import pytest
+pytest.importorskip("lightning"), pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+from tests.frameworks.common import Examples, llama
+loader = torch.utils.data.DataLoader(data, batch_size=None)
+trainer = transformers.Trainer(
+    llama(),
+    transformers.TrainingArguments("out", use_cpu=True, max_steps=2, logging_steps=1, report_to=[]),
+    train_dataset=Examples(),
+    optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}),
+)
+"""
 GIVEN = {
     "docs/frameworks/accelerate.md": LLAMA + "pytest.importorskip('accelerate')",
     "docs/frameworks/lightning.md": "import pytest; pytest.importorskip('lightning'); "
@@ -100,6 +118,7 @@ GIVEN = {
     "docs/checkpoints.md": SHARDING + "rank, step, opt = 0, 1, dmuon.Muon(model)",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
+    "docs/metrics.md": METRICS,
     "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
@@ -107,9 +126,9 @@ GIVEN = {
 }
 
 
-def run(page: str, text: str) -> int:
+def run(page: str, text: str, **given: Any) -> int:
     """Run a page's blocks and return their number; errors name the page and the line."""
-    namespace, count = prelude(), 0
+    namespace, count = prelude() | given, 0
     exec(GIVEN.get(page, ""), namespace)
     for block in blocks(text):
         if block.why_not is None:
@@ -117,6 +136,34 @@ def run(page: str, text: str) -> int:
             exec(compile(code, page, "exec"), namespace)
             count += 1
     return count
+
+
+class Writer(types.ModuleType):
+    """In the place of W&B's module and of torch's TensorBoard, which needs another package: takes
+    what theirs takes, and keeps it by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.written: dict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def init(self, project: str) -> Writer:
+        return self
+
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        if not isinstance(data, Mapping) or any(not isinstance(key, str) for key in data):
+            raise TypeError("wandb.log must be passed a dictionary")
+        for name, value in data.items():
+            self.add_scalar(name, value, step)
+
+    def SummaryWriter(self) -> Writer:
+        return self
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert type(scalar_value) is float and type(global_step) is int
+        self.written[tag].append((scalar_value, global_step))
 
 
 @pytest.fixture
@@ -130,6 +177,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     # Compiling the readers' code into kernels would take most of the time of these tests.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, Writer(name))
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -141,6 +190,27 @@ WITH_CODE = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))]
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.relative_to(REPOSITORY).as_posix())
 def test_the_code_of_a_page_runs(page, alone):
     run(page.relative_to(REPOSITORY).as_posix(), page.read_text(encoding="utf-8"))
+
+
+def test_loggers_get_the_metrics_of_the_page(alone):
+    page, data = "docs/metrics.md", prelude()["data"] * 30
+    seen: dict[str, Any] = {}
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    run(
+        page,
+        text + "\n```python\nseen |= {'trainer': trainer, 'runner': runner}\n```\n",
+        data=data,
+        seen=seen,
+    )
+    for name in ("wandb", "torch.utils.tensorboard"):
+        written = sys.modules[name].written
+        assert [step for _, step in written["muon/grad_norm"]] == [0, 50], "two of sixty steps"
+        assert all(value > 0 for value, _ in written["muon/update_rms/0/max"])
+    assert seen["runner"].logged_metrics["muon/steps"] == 2
+    logs = [entry for entry in seen["trainer"].state.log_history if "muon/steps" in entry]
+    assert [entry["muon/steps"] for entry in logs] == [1.0, 2.0]
+    assert all(entry["muon/grad_norm"] > 0 for entry in logs)
+    assert json.loads(json.dumps(logs)) == logs
 
 
 def test_blocks_are_found_and_a_wrong_one_is_seen():

@@ -248,7 +248,7 @@ class Noted:
 
     def norms(self, buffers, grads, working, **how):
         self.seen.append(("norms", [b.shape for b in buffers], working, how))
-        return torch.stack(RULE._norms_of_some(buffers, grads, SGD, working))
+        return torch.stack(RULE._norms_of_some(buffers, grads, SGD, working), 1)
 
     def advance(self, out, buffers, grads, working, *, scales=None, stays=None, **how):
         self.seen.append(("advance", [b.shape for b in buffers], working, how))
@@ -279,6 +279,7 @@ def test_list_kernels_get_the_groups_settings_and_what_suits_them(noted):
     grads, wanted = [torch.randn(shape) for shape in shapes], [b.clone() for b in buffers]
     outs = [torch.full(shape, math.nan) for shape in shapes]
     norms = RULE.operand_norms(buffers, grads, SGD, torch.float32)
+    torch.testing.assert_close(norms[1].float(), torch.stack([g.norm() for g in grads]))
     stays, scales = torch.tensor([False, False, True]), torch.tensor([0.5, 2.0, 1.0])
     how = {"scales": scales, "stays": stays}
     RULE.advance_into(outs, buffers, grads, SGD, torch.float32, **how)
@@ -289,7 +290,7 @@ def test_list_kernels_get_the_groups_settings_and_what_suits_them(noted):
     for n, (was, grad) in enumerate(zip(wanted, grads)):
         if n < 2:
             was.copy_(momentum_update(was.clone(), grad, SGD))
-            torch.testing.assert_close(norms[n].float(), was.norm())
+            torch.testing.assert_close(norms[0, n].float(), was.norm())
             torch.testing.assert_close(outs[n], was * scales[n])
         assert torch.equal(buffers[n], was)
     assert not outs[2].any()

@@ -1,14 +1,16 @@
-"""Exchange of measured times: when, what is sent, and what a report may say of it."""
+"""Exchange of measured times: when, what is sent, what a report may say of it. What is logged."""
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+import dmuon
 from dmuon import dedicate_params
 from dmuon.comm.transport import Meter, Transport
 from dmuon.period import is_exchange_step
@@ -156,3 +158,97 @@ def test_what_a_plan_expects_of_a_rank():
         own = dedicate_params(model, costs=costs)
         assert own.telemetry._planned_ms == expected
         own.close()
+
+
+# ---- what is logged, and metrics of one process --------------------------------------------------
+
+
+def trained(steps: int = 2, **muon) -> tuple[nn.Module, dmuon.Muon]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    named = [[(f"{n}.{k}", p) for k, p in part.named_parameters()] for n, part in enumerate(model)]
+    groups = [{"params": some, "name": name} for some, name in zip(named, "ab")]
+    opt = dmuon.Muon(groups, dedicate={"costs": "analytic"}, **muon)
+    for _ in range(steps):
+        model(torch.randn(3, 8)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return model, opt
+
+
+def test_one_line_says_that_it_has_planned(caplog):
+    with caplog.at_level("INFO", "dmuon"):
+        trained()
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"planned in \d+\.\d\d s: layout replicated, 2 matrices, 1 ranks, makespan \S+ ms, "
+        r"imbalance 0\.0%",
+        line,
+    )
+
+
+def test_at_debug_it_says_what_was_chosen(caplog):
+    with caplog.at_level("DEBUG", "dmuon"):
+        trained()
+    text = "\n".join(caplog.messages)
+    assert all(word in text for word in ("owners by", "costs: analytic", "kernels by batches"))
+    assert "Newton-Schulz in" in text and "2 batches are owned here" in text
+    assert [record.levelname for record in caplog.records].count("INFO") == 1
+
+
+def test_metrics_of_groups_by_their_names():
+    _, opt = trained(0)
+    assert opt.metrics() == {} and opt.stats()["steps"] == 0
+    _, opt = trained(2)
+    found = opt.metrics()
+    assert {name for name in found if name.startswith("update_rms")} == {
+        f"update_rms/{group}/{what}" for group in "ab" for what in ("mean", "max")
+    }
+    known = {"steps", "grad_norm", "ns_ms", "exposed_ms", "bytes", "skipped", "below_eps"}
+    assert known <= found.keys() and "gather_ms" not in found, "nothing travels"
+    assert "planned_ratio" not in found, "prices are modelled"
+    assert found["update_rms/a/max"] == opt.stats()["update_rms"]["0.weight"]
+    assert opt.metrics() == found, "asking changes nothing"
+    opt.param_groups[1]["name"] = "a"
+    assert {"update_rms/0/max", "update_rms/1/max"} <= opt.metrics().keys()
+
+
+def test_the_planned_ratio_is_that_of_measured_prices():
+    costs = CostTable("measured on a machine", {(8, 8, "float32"): {1: 3.0, 2: 5.0}})
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    opt = dmuon.Muon(model, dedicate={"costs": costs})
+    model(torch.randn(3, 8)).sum().backward()
+    opt.step()
+    found = opt.metrics()
+    assert found["planned_ratio"] == pytest.approx(found["ns_ms"] / 5.0)
+
+
+def test_metrics_are_of_the_gradients_that_a_step_got():
+    """Large and small ones, of several dtypes, unscaled, and none at all."""
+    model, opt = trained(1, eps=1e-30)
+    for value in (1e25, 1e-12):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        opt.step()
+        count = sum(p.numel() for p in model.parameters())
+        assert opt.metrics()["grad_norm"] == pytest.approx(value * math.sqrt(count), rel=1e-5)
+    opt.zero_grad()
+    opt.step()
+    found = opt.metrics()
+    assert found["grad_norm"] == 0 and found["steps"] == 4
+    assert not [name for name in found if name.startswith("update_rms")]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(3, 8)).sum()).backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()])) / 1024
+    scaler.step(opt)
+    assert opt.metrics()["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_long_gradients_are_added_up_exactly():
+    model = nn.Sequential(nn.Linear(3000, 3000), nn.Embedding(1000, 3000))
+    opt = dmuon.Muon(model, ns_steps=1, dedicate={"costs": "analytic"})
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    opt.step()
+    assert opt.metrics()["grad_norm"] == pytest.approx(expected, rel=1e-6)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt_in_all
@@ -32,7 +33,7 @@ from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.pipeline import Copies
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.transport import Work, wait_all
+from dmuon.comm.transport import Meter, Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
@@ -158,9 +159,9 @@ class Layer:
         """Whether the parameters show the buffers."""
         return self.state not in (WeightState.FREED, WeightState.LAUNCHED)
 
-    def wait_published(self) -> None:
+    def wait_published(self, meter: Meter) -> None:
         """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
-        wait_all(self.publishing)
+        meter.wait("scatter", self.publishing)
 
     def use(self) -> None:
         wait_all(self.gathers)
@@ -381,29 +382,31 @@ class Storage:
     @torch.no_grad()
     def launch(self, layer: Layer, phase: str) -> None:
         """Send the weights of a layer along the shards."""
-        layer.wait_published()
+        layer.wait_published(self.process_groups.meter)
         wait_all(layer.gathers)
         for bucket in layer.buckets:
             bucket.buffer.hold()
         layer.copies.run()
-        for parts in layer.exchanges:
-            self.process_groups.meter["weights"] += sum(part.nbytes for part in parts)
-            transport, tag = self.process_groups.weights, f"{phase} {layer.name}"
-            layer.gathers.append(transport.all_gather(parts, tag=tag))
+        with record_function(f"dmuon::gather {layer.name}"):
+            for parts in layer.exchanges:
+                self.process_groups.meter["weights"] += sum(part.nbytes for part in parts)
+                transport, tag = self.process_groups.weights, f"{phase} {layer.name}"
+                layer.gathers.append(transport.all_gather(parts, tag=tag))
         if not layer.in_use:
             layer.state = layer.state.to(WeightState.LAUNCHED)
 
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
-        for replica, stored in layer.publishes:
-            self.process_groups.meter["weights to holders"] += stored.nbytes
-            transport = self.process_groups.replicas
-            work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
-            layer.publishing.append(work)
+        with record_function("dmuon::publish"):
+            for replica, stored in layer.publishes:
+                self.process_groups.meter["weights to holders"] += stored.nbytes
+                transport = self.process_groups.replicas
+                work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
+                layer.publishing.append(work)
 
     def wait_published(self) -> None:
         for layer in self.layers:
-            layer.wait_published()
+            layer.wait_published(self.process_groups.meter)
 
     # ---- direct reading ----------------------------------------------------------------------
 

@@ -1,0 +1,322 @@
+"""`Muon.metrics` in every layout: norms of gradients, times by a clock. A profiler's names."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import dmuon
+from dmuon.devices import HostEvent
+from dmuon.dtensors import is_distributed, local_tensor
+from dmuon.tools.parallel_models import CASES
+from tests.accelerator import host_cannot_read, nothing_read
+from tests.distributed.harness import distributed
+from tests.distributed.layouts import AT_OWNERS, IN_TURN, LAYOUTS, layouts, on, shared
+from tests.distributed.models import Net, Pieces, Used, batch, loss_of
+from tests.distributed.test_dedicated_order import in_two
+from tests.distributed.twins import Both, both
+from tests.transports import Clock, ClockTransport
+
+SYNC = {"publish": "sync"}
+FLAT = ("fsdp2", "plain", "ddp", "reduced", "dedicated", "dedicated fsdp")
+MESHES = tuple(case.name for case in CASES)
+IN_TWO = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
+
+
+def world_of(layout: Any) -> int:
+    return (LAYOUTS[layout] if isinstance(layout, str) else layout).world
+
+
+def joint_norm(pair: Both) -> float:
+    """Of the twin's gradients, which are of everybody's data."""
+    grads = [p.grad for p in pair.twin.parameters() if p.grad is not None]
+    return float(nn.utils.get_total_norm(grads))
+
+
+def follow_norms(**case: Any) -> None:
+    """Steps with and without clipping, one of them of a part of the parameters."""
+    with both(**{"only": SYNC} | case) as pair:
+        assert pair.opt.metrics() == {}
+        for step in range(4):
+            pair.both_backward(step)
+            expected = joint_norm(pair)
+            if step == 1:
+                found = float(dmuon.clip_grad_norm_(pair.model, expected / 3))
+                assert found == pytest.approx(expected, rel=1e-5)
+                expected /= 3
+                nn.utils.clip_grad_norm_(pair.twin.parameters(), expected)
+            pair.advance()
+            found = pair.opt.metrics()
+            assert all(type(value) is float for value in found.values()), found
+            assert found["steps"] == step + 1 and found["skipped"] == found["below_eps"] == 0
+            assert found["grad_norm"] == pytest.approx(expected, rel=1e-5)
+            rms = [value for value in pair.opt.stats()["update_rms"].values() if value]
+            if rms:  # in the dedicated layout a rank may own nothing
+                assert found["update_rms/0/max"] == pytest.approx(max(rms))
+                assert found["update_rms/0/mean"] == pytest.approx(sum(rms) / len(rms))
+        pair.check()
+
+
+@layouts(*FLAT, worlds=(1, 2, 4))
+def test_the_norm_of_all_gradients(rank, world, layout):
+    follow_norms(layout=layout)
+
+
+@layouts(*MESHES)
+def test_the_norm_of_all_gradients_on_every_mesh(rank, world, layout):
+    follow_norms(layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp2", "reduced", "dedicated"])
+@distributed(2)
+def test_parameters_of_several_matrices_with_several_owners(rank, world, layout):
+    follow_norms(layout=layout, build=Pieces, **IN_TURN)
+
+
+@pytest.mark.parametrize("layout", ["reduced", "dedicated"])
+@distributed(2)
+def test_where_the_range_of_momentum_is_looked_at(rank, world, layout):
+    """With "sgd" there are bounds of momentum in the place of the norms of gradients."""
+    follow_norms(layout=layout, muon={"momentum_mode": "sgd"})
+
+
+@distributed(4)
+def test_shared_matrices(rank, world):
+    follow_norms(layout="fsdp4", request=shared(2))
+
+
+def uses_spare(model: nn.Module, step: int, rank: int) -> None:
+    model.use_spare = step == 2  # type: ignore[assignment]
+
+
+@layouts("plain", "fsdp2", "ddp", "reduced", "dedicated")
+def test_gradients_that_are_missing(rank, world, layout):
+    follow_norms(build=Net, layout=layout, prepare=uses_spare)
+
+
+@layouts("plain", "fsdp2", "reduced", "dedicated")
+def test_a_skipped_step_says_so(rank, world, layout):
+    with both(layout=layout, only=SYNC) as pair:
+        for step in range(3):
+            is_bad = step == 1 and rank == 0
+            weight = pair.bare.get_parameter("blocks.0.norm.weight")
+            hook = weight.register_hook(lambda grad, bad=is_bad: grad * math.inf if bad else grad)
+            pair.backward(step)
+            hook.remove()
+            if is_bad and is_distributed(weight):
+                local_tensor(weight.grad).fill_(math.nan)
+            pair.step()
+            found = pair.opt.metrics()
+            assert found["skipped"] == min(step, 1)
+            assert math.isfinite(found["grad_norm"]) is (step != 1)
+            if step == 1:
+                assert not [name for name in found if name.startswith("update_rms")]
+                assert found["ns_ms"] == 0.0
+
+
+@distributed(2)
+def test_block_steps_show_the_norm_of_the_last_full_step(rank, world):
+    with both(layout="fsdp2", only=SYNC | {"period": 3}) as pair:
+        for step in range(5):
+            pair.backward(step)
+            pair.joint_backward(step)
+            expected = joint_norm(pair) if step % 3 == 0 else expected  # noqa: F821  step 0
+            pair.advance()
+            found = pair.opt.metrics()
+            assert found["grad_norm"] == pytest.approx(expected, rel=1e-5)
+            assert ("gather_ms" in found) is (step % 3 == 0)
+            assert found["update_rms/0/max"] > 0 and found["steps"] == step + 1
+            assert found["exposed_ms"] > 0 if step % 3 == 0 else found["exposed_ms"] == 0
+
+
+@distributed(2)
+def test_without_full_steps_there_is_no_norm(rank, world):
+    with both(layout="fsdp2", only=SYNC | {"period": math.inf}) as pair:
+        pair.train_alone(range(2))
+        found = pair.opt.metrics()
+        assert "grad_norm" not in found and found["update_rms/0/mean"] > 0 == found["bytes"]
+
+
+@distributed(2)
+def test_several_ownerships_are_added_up(rank, world):
+    parts = nn.ModuleList([Net(), Net(layers=1)])
+    owns = [dmuon.dedicate_params(part, layout="dedicated") for part in parts]
+    groups = [{"params": [*part.parameters()], "name": "net"} for part in parts]
+    opt = dmuon.Muon(groups)
+    for step in range(2):
+        for part in parts:
+            loss_of(part, batch(step, rank)).backward()
+        expected = float(dmuon.clip_grad_norm_(parts, math.inf))
+        opt.step()
+        found = opt.metrics()
+        assert found["grad_norm"] == pytest.approx(expected, rel=1e-5)
+        assert found["ns_ms"] == pytest.approx(opt.stats()["ns_ms"])
+        names = {name for name in found if name.startswith("update_rms")}
+        assert names <= {f"update_rms/{n}/{what}" for n in (0, 1) for what in ("mean", "max")}, (
+            "two groups of one name go by their numbers"
+        )
+        opt.zero_grad()
+    for own in owns:
+        own.close()
+
+
+# ---- times ---------------------------------------------------------------------------------
+
+# By a network on which everything takes 20 ms, and a rank that computes in no time: how often a
+# step waits for what goes to owners, for what comes back, and at all.
+ONE_BY_ONE = dmuon.PlannerOptions(max_batch=1)
+IN_THREE = {"options": {"min_buckets": 3}, "request": {"planner": ONE_BY_ONE}}
+WAITS: dict[str, tuple[Any, dict[str, Any], tuple[int | None, ...]]] = {
+    # The verdict; the first two buckets, together, and the third; the last one back.
+    "fsdp2": ("fsdp2", IN_THREE, (2, 1, 4)),
+    "hsdp": ("hsdp", {}, (1, 2, 4)),  # one bucket: to its owner, back, and along the replicas
+    "plain": ("plain", {}, (None, 1, 2)),
+    "reduced": ("reduced", {}, (None, 1, 2)),
+    "dedicated": ("dedicated", {}, (None, None, 1)),
+    "dedicated hsdp": (on("dedicated", 2, 2), {}, (None, 1, 2)),
+    "dedicated tp": (IN_TWO, {}, (1, 1, 3)),  # of what is cut
+}
+
+
+@pytest.mark.parametrize(("name", "world"), [(n, world_of(row[0])) for n, row in WAITS.items()])
+@distributed()
+def test_times_are_what_a_step_waited_for(rank, world, name):
+    layout, case, waits = WAITS[name]
+    clock = Clock()
+
+    def now(event: HostEvent) -> None:
+        event._seconds = clock.now
+
+    transport = partial(ClockTransport, clock=clock)
+    case = case | {"layout": layout, "transport": transport, "only": SYNC}
+    with patch.object(HostEvent, "__init__", now), both(**case) as pair:
+        for step in range(6):  # the first ones also compare gradients, and exchange times
+            pair.backward(step)
+            pair.own.runtime.reduce_gradients()  # part of backward, wherever it is waited for
+            pair.opt.metrics()  # takes what the step before has left to wait for
+            before = clock.now
+            pair.events.clear()
+            pair.step()
+        found, passed = pair.opt.metrics(), 1e3 * (clock.now - before)
+        if name == "dedicated tp" and not any(event.tag == "gather" for event in pair.events):
+            waits = (None, 1, 2)  # all that is owned near here is whole
+        if name == "fsdp2":
+            count = len(pair.own.runtime.pipeline.buckets)
+            assert count == 3, count
+    expected = dict(zip(("gather_ms", "scatter_ms", "exposed_ms"), waits, strict=True))
+    for key, count in expected.items():
+        assert found.get(key) == (None if count is None else pytest.approx(20.0 * count)), found
+    assert passed == pytest.approx(found["exposed_ms"]), "all of the step's time"
+
+
+# ---- an accelerator, and a profiler --------------------------------------------------------
+
+
+@layouts("plain", "fsdp2", "hsdp", "ddp", "reduced", "dedicated", "dedicated fsdp")
+def test_on_an_accelerator_nothing_is_waited_for(rank, world, layout):
+    """Numbers come with the step that follows, and only once somebody has asked."""
+    norms = []
+    with host_cannot_read(), both(layout=layout, only=SYNC) as pair:
+        for step in range(5):
+            pair.both_backward(step)
+            norms.append(joint_norm(pair))
+            pair.advance()
+            if not step:
+                continue
+            with nothing_read():
+                found = pair.opt.metrics()
+            if step == 1:
+                assert found == {}, "nobody had asked"
+                continue
+            assert found["steps"] == step
+            assert found["grad_norm"] == pytest.approx(norms[step - 1], rel=1e-5)
+            assert found["skipped"] == 0 < found["ns_ms"] + found["exposed_ms"]
+            rms = [v for n, v in found.items() if n.startswith("update_rms")]
+            assert all(0.1 < value < 0.3 for value in rms)
+            assert rms or layout.startswith("dedicated")
+
+
+@distributed(2)
+def test_an_asynchronous_step_shows_the_one_before(rank, world):
+    with both(layout="fsdp2", only={"publish": "async"}) as pair:
+        for step in range(3):
+            pair.backward(step)
+            pair.step()
+            assert pair.pending, "nothing of it is waited for"
+            found = pair.opt.metrics()
+            assert pair.pending
+            assert found.get("steps") == (step or None)
+        assert found["scatter_ms"] > 0 and found["update_rms/0/mean"] > 0
+
+
+NAMES = {
+    "fsdp2": {"gather", "newton_schulz", "publish"},
+    "hsdp": {"gather", "newton_schulz", "publish"},
+    "plain": {"newton_schulz", "publish"},
+    "ddp": {"newton_schulz", "publish"},
+    "reduced": {"newton_schulz", "publish"},
+    "dedicated": {"gather", "newton_schulz"},
+    "dedicated fsdp": {"gather", "newton_schulz"},
+}
+
+
+@layouts(*NAMES)
+def test_a_profiler_sees_what_a_step_does(rank, world, layout):
+    build = Used if layout in AT_OWNERS else None  # what has no gradient is not orthogonalized
+    small = patch("dmuon.kernels.runner._SMALL", 0)
+    with small, both(build, layout=layout, only=SYNC) as pair:
+        pair.backward(0)
+        pair.step()
+        pair.backward(1)
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            pair.step()
+        found = {event.key: event.count for event in trace.key_averages() if "dmuon::" in event.key}
+        kinds = {name.partition(" ")[0].removeprefix("dmuon::") for name in found}
+        owns = bool(pair.own.owned_by(rank))
+        assert kinds == NAMES[layout] - (set() if owns else {"newton_schulz"})
+        layers = [name.partition(" ")[2] for name in found if "::gather" in name]
+        assert all(layer.startswith(("blocks", "attention", "mid", "root")) for layer in layers)
+        batches = sum(u.owner == rank for u in pair.own.runtime.units)
+        runs = {name: n for name, n in found.items() if "newton_schulz" in name}
+        assert sum(runs.values()) == batches
+        assert all(re.fullmatch(r"\S+ \d+x\[\d+,\d+\]", name) for name in runs)
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@layouts("ddp", "hsdp", "reduced", "dedicated")
+def test_one_rank_logs_what_it_has_planned(rank, world, layout):
+    log, kept = logging.getLogger("dmuon"), Kept()
+    before = log.level
+    log.addHandler(kept), log.setLevel(logging.DEBUG)
+    try:
+        with both(layout=layout) as pair:
+            pair.train_alone(range(2))
+            plan = pair.own.plan
+    finally:
+        log.removeHandler(kept), log.setLevel(before)
+    lines = [line for line in kept.lines if line.startswith("INFO")]
+    assert len(lines) == (rank == 0) and bool(kept.lines) is (rank == 0)
+    if rank == 0:
+        what = f"layout {plan.layout.value}, {len(plan.specs.matrices)} matrices, {world} ranks"
+        assert lines[0].startswith("INFO planned in ") and what in lines[0]
+        assert any("kernels by batches" in line for line in kept.lines)
+        assert any("batches are owned here" in line for line in kept.lines)
