@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from operator import add, sub
+from operator import add, floordiv, sub
 from typing import Annotated
 
 import numpy as np
@@ -44,14 +44,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``offset .. offset + shape`` of a tensor.
+    """Elements ``offset .. offset + shape`` of a tensor. A matrix of an interleaved parameter takes
+    every ``steps[dim]``-th element of a dim; for all others ``steps`` is empty. Of two boxes with
+    steps in a dim, these are equal.
 
     >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
-    Box(offset=(2, 1), shape=(1, 2))
+    Box(offset=(2, 1), shape=(1, 2), steps=())
+    >>> odd = Box((1,), (4,), (2,))  # 1, 3, 5, 7
+    >>> odd.intersection(Box((2,), (4,))), odd.intersection(Box((2,), (4,))).within(odd)
+    (Box(offset=(3,), shape=(2,), steps=(2,)), Box(offset=(1,), shape=(2,), steps=()))
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def at_origin(cls, shape: tuple[int, ...]) -> Box:
@@ -63,26 +69,47 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        return tuple(map(add, self.offset, self.shape))
+        if not self.steps:
+            return tuple(map(add, self.offset, self.shape))
+        dims = zip(self.offset, self.shape, self.steps, strict=True)
+        return tuple(start + max(0, (size - 1) * step + 1) for start, size, step in dims)
 
     def intersection(self, other: Box) -> Box:
         """The elements that both contain; its numel is 0 if there are none."""
+        if self.steps or other.steps:
+            return self._every_nth(other)
         low = tuple(map(max, self.offset, other.offset))
         high = map(min, self.ends, other.ends)
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
+    def _every_nth(self, other: Box) -> Box:
+        """The intersection where one of the boxes has steps."""
+        dims, every = [], (1,) * len(self.shape)
+        both = (zip(b.offset, b.ends, b.steps or every, strict=True) for b in (self, other))
+        for (start, end, step), (its_start, its_end, its_step) in zip(*both, strict=True):
+            first = start if step > 1 else its_start
+            alike = (start - its_start) % min(step, its_step) == 0
+            low, step = max(start, its_start), max(step, its_step)
+            low += (first - low) % step
+            count = max(0, math.ceil((min(end, its_end) - low) / step))
+            dims.append((low, count * alike, step))
+        return Box(*zip(*dims))
+
     def is_range_of(self, shape: Sequence[int]) -> bool:
         """True if a tensor of ``shape`` holds these elements one after the other."""
         cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]
-        return all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
+        return not self.steps and all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
 
     def within(self, outer: Box) -> Box:
         """The same elements, counted from the corner of ``outer``."""
-        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
+        offset = tuple(map(sub, self.offset, outer.offset))
+        if not outer.steps:
+            return Box(offset, self.shape, self.steps)
+        return Box(tuple(map(floordiv, offset, outer.steps)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """The index that takes these elements out of a tensor."""
-        return tuple(map(slice, self.offset, self.ends))
+        return tuple(map(slice, self.offset, self.ends, self.steps or (None,) * len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +185,8 @@ class ParameterSpec:
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
     """One operand of Newton-Schulz: a box of a parameter, read by ``form``. The box begins at
-    element ``start`` of the parameter in row-major order; ``parameter`` is an index into
-    `ModelSpecs.parameters`."""
+    element ``start`` of the parameter in row-major order, and has every ``steps``-th of its (rows,
+    columns); ``parameter`` is an index into `ModelSpecs.parameters`."""
 
     name: str
     parameter: int
@@ -168,6 +195,7 @@ class MatrixSpec:
     dtype: str
     start: int = 0
     form: Form = Form.FLAT
+    steps: tuple[int, int] = (1, 1)
 
     @property
     def numel(self) -> int:
@@ -187,13 +215,16 @@ class MatrixSpec:
         """Its box in a parameter of this shape.
 
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
-        Box(offset=(1, 0, 2), shape=(1, 4, 3))
+        Box(offset=(1, 0, 2), shape=(1, 4, 3), steps=())
         """
         offset = tuple(map(int, np.unravel_index(self.start, shape)))
         others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
         pair = [self.rows, self.cols // math.prod(others)]
         pair = pair[::-1] if self.form.is_in_out else pair
-        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others))
+        steps = [1] * len(shape) if max(self.steps) > 1 else []
+        for dim, step in zip(self.form.dims(len(shape)) if steps else (), self.steps):
+            steps[dim] = step
+        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others), (*steps,))
 
     def copy(self, number: int, count: int) -> MatrixSpec:
         """One of ``count`` copies, each of which groups of ranks hold by themselves."""
