@@ -159,7 +159,7 @@ def _without_interleaved(splits: Splits, heads: Heads) -> tuple[Interleaved, Spl
 def _alternating(
     matrix: MatrixSpec, ndim: int, count: int, dim: int | None
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Views of every ``count``-th row of a matrix, or, if ``dim`` is that of the columns, column."""
+    """Views of every ``count``-th row of a matrix, or column, if ``dim`` is that of the columns."""
     rows, _ = matrix.form.dims(ndim)
     if dim is None or dim % ndim == rows:
         return [lambda t, k=k: matrix.view(t)[k::count] for k in range(count)]  # type: ignore[misc]

@@ -7,9 +7,9 @@ for each place that owns some of them, together, and one for what every rank upd
     bucket 1                         [ -> shard 0 | -> shard 2 ]  ...
 
 A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
-tensor-parallel slice of it, whose matrices have their owners at one place of the grid. A parameter
-whose matrices are no contiguous ranges is in the order of its matrices (`Slices.flat_of`). Everything
-but `allocate` and `Buffer` is pure data, equal on every rank.
+tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Where these
+are no contiguous ranges, the elements are in the order of the matrices (`Slices.flat_of`).
+Everything but `allocate` and `Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations

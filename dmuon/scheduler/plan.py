@@ -232,7 +232,8 @@ class OwnershipPlan:
     def _fingerprint(self) -> str:
         specs = self.specs
         matrices = [
-            (m.name, specs.parameters[m.parameter].name, *m.shape, m.dtype, m.start, m.form, m.steps)
+            (m.name, specs.parameters[m.parameter].name, *m.shape)
+            + (m.dtype, m.start, m.form, m.steps)
             for m in specs.matrices
         ]
         # In terms of names: independent of the order of the parameters.

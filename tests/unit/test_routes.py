@@ -173,16 +173,16 @@ def test_a_transposed_convolution_is_one_span():
     assert [(s.start, s.numel) for s in spans] == [(0, model.deconv.weight.numel())]
 
 
-@pytest.mark.parametrize(
-    "cut", [[4, 5], "interleaved:3"], ids=["beside each other", "interleaved"]
-)
+@pytest.mark.parametrize("cut", [[4, 5], "interleaved:3"], ids=["beside each other", "interleaved"])
 def test_pieces_that_are_no_ranges_travel_in_their_own_order_or_are_refused(cut):
     model = tree({"qkv.weight": (4, 9)})
     specs = collect(model, splits={"qkv.weight": {"sizes": cut, "transposed": True}})
     owners = [0, 1, 1][: len(specs.matrices)]
     plan, weight = plan_of(specs, owners, 2), torch.arange(36).view(4, 9)
     slices = Slices.flat(plan)
-    pieces = [weight[:, :4], weight[:, 4:]] if cut == [4, 5] else [weight[:, k::3] for k in range(3)]
+    pieces = (
+        [weight[:, :4], weight[:, 4:]] if cut == [4, 5] else [weight[:, k::3] for k in range(3)]
+    )
     expected = torch.cat([piece.flatten() for piece in pieces])
     assert slices.flat_of(0, weight).tolist() == expected.tolist()
     first = pieces[0].numel()
