@@ -124,7 +124,7 @@ def test_options_reach_the_plan(capsys, tmp_path):
     assert {m.dtype for m in plan.specs.matrices} == {"float32"}
     assert max(len(b.matrices) for b in plan.batches) == 3
     assert len(plan.specs.matrices) == 12 * (3 + 1 + 3 + 2)
-    assert "h.0.attn.c_proj.weight[:, 1::3]" in {m.name for m in plan.specs.matrices}
+    assert "transformer.h.0.attn.c_proj.weight[:, 1::3]" in {m.name for m in plan.specs.matrices}
 
 
 def test_a_memory_cap_is_kept_or_refused(capsys):
