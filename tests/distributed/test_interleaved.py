@@ -52,5 +52,7 @@ def test_each_step_passes_its_verification(rank: int, world: int, name: str) -> 
 
 @distributed(2)
 def test_dedicated_refuses_what_is_no_range(rank: int, world: int) -> None:
-    with pytest.raises(OwnershipError, match=r"q_proj.weight\[0::4\].*layout='sharded' or 'replicated'"):
+    with pytest.raises(
+        OwnershipError, match=r"q_proj.weight\[0::4\].*layout='sharded' or 'replicated'"
+    ):
         Training(CASES["dedicated"], dedicate={"splits": SPLITS})
