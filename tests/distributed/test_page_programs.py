@@ -40,13 +40,15 @@ def as_a_program() -> Iterator[None]:
         yield
 
 
-def run(page: str, without: str = "not run") -> dict[str, Any]:
-    """The names of a page after all of its blocks but those that hold this text."""
+def run(page: str, without: str = "not run", change: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    """The names of a page after all of its blocks but those that hold this text, and with this
+    change."""
     text, names = (DOCS / page).read_text(encoding="utf-8"), prelude()
     with as_a_program():
         for block in blocks(text):
             if block.why_not is None and without not in block.code:
-                exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)
+                code = "\n" * (block.line - 1) + block.code.replace(*change)
+                exec(compile(code, page, "exec"), names)
     return names
 
 
@@ -95,6 +97,80 @@ def test_mixture_of_experts(rank: int, world: int) -> None:
     uncut = alone(page["Model"](), losses, 5, **how)
     assert max(float((uncut[n] - w).abs().max()) for n, w in expected.items()) > 1e-3
     opt.ownership.close()
+
+
+# ---- policies --------------------------------------------------------------------------------
+
+
+class Speeds:
+    """What param groups amount to: a `ReferenceMuon` for each, and AdamW for its others."""
+
+    def __init__(self, model: nn.Module, is_matrix: Callable[[str, Tensor], bool]) -> None:
+        self.model, self._is_matrix = model, is_matrix
+        self.groups: list[tuple[float, list[Any]]] = []
+
+    def add(self, parameters: list[nn.Parameter], lr: float) -> None:
+        names = {n for n, p in self.model.named_parameters() if any(p is q for q in parameters)}
+        cut = any("in_proj_weight" in n for n in names)
+        ref = ReferenceMuon(
+            self.model, lr, 0.01, **EXACT, heads={"*.in_proj_weight": 3} if cut else None,
+            select=lambda name, p: name in names and self._is_matrix(name, p),
+        )  # fmt: skip
+        others = [p for p in parameters if p not in ref._views]
+        ref.adamw = None
+        adamw = torch.optim.AdamW(others, lr, (0.9, 0.95), 1e-8, 0.01)
+        self.groups.append((lr, [ref, adamw]))
+
+    def step(self, factors: list[float]) -> None:
+        for (lr, optimizers), factor in zip(self.groups, factors, strict=True):
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = lr * factor
+                optimizer.step()
+        self.model.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@distributed(1, 2, 4)
+def test_policies(rank: int, world: int, dtype: str) -> None:
+    page = run("vla.md", change=("torch.bfloat16", f"torch.{dtype}"))
+    own = page["optimizer"].ownership
+    specs = own.plan.specs.parameters
+    names = {id(p): n for n, p in page["bare"].named_parameters()}
+    routed = {
+        names[id(p)]: spec.algorithm.value for p, spec in zip(own.parameters, specs, strict=True)
+    }
+    for vector in ("vision.patch_embedding", "embed_tokens", "time_proj"):
+        assert routed.pop(f"{vector}.weight") == "adamw"
+    muon = {n for n, algorithm in routed.items() if algorithm == "muon"}
+    assert {"action_in_proj.weight", "vision.block.up.weight"} <= muon
+    torch.manual_seed(0)
+    twin = page["Policy"]()
+    speeds = Speeds(twin, lambda name, p: name in muon)
+    for group in twin.get_optim_params():
+        speeds.add(group["params"], group.get("lr", 1e-2))
+
+    def train(steps: range, factors: Callable[[int], list[float]]) -> None:
+        for step in steps:
+            for r in range(world):
+                (twin(page["batch"](step, r))[0] / world).backward()
+            nn.utils.clip_grad_norm_([p for p in twin.parameters() if p.grad is not None], 10.0)
+            speeds.step(factors(step))
+
+    def check(found: dict[str, Tensor]) -> None:
+        expected = {n: p.detach() for n, p in twin.named_parameters() if n in found}
+        if dtype == "bfloat16":  # where AdamW goes by the sign of what is nearly zero
+            found = {n: w for n, w in found.items() if n in muon}
+            expected = {n: expected[n] for n in found}
+        assert_close(found, expected, 1e-5 if dtype == "float32" else 2e-2)
+
+    train(range(4), lambda step: [page["factor"](step)] * 2)
+    check(whole(page["sharded"], page["optimizer2"].ownership))
+    twin.vision.requires_grad_(True)
+    speeds.add(list(twin.vision.parameters()), 1e-3)
+    train(range(4, 6), lambda step: [page["factor"](4)] * 2 + [1.0])
+    check(whole(page["bare"], own))
+    own.close()
+    page["optimizer2"].ownership.close()
 
 
 # ---- recipes ---------------------------------------------------------------------------------
