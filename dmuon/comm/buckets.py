@@ -74,13 +74,6 @@ class Slices:
         self._starts: dict[int, int] = {}
         specs, together = plan.specs, tuple(range(grid.shape[2]))
         for i, matrix in enumerate(specs.matrices):
-            spec = specs.parameters[matrix.parameter]
-            if ranges_only and not matrix.box(spec.shape).is_range_of(spec.shape):
-                raise OwnershipError(
-                    f"{matrix.name!r} is no contiguous range of {spec.name!r} {list(spec.shape)}, "
-                    "and layout='dedicated' keeps such ranges only: leave this parameter out of "
-                    "splits/heads, or use layout='sharded' or 'replicated'"
-                )
             self.matrices_of[matrix.parameter].append(i)
 
         def held(p: int, t: int) -> LocalShard:
@@ -95,8 +88,15 @@ class Slices:
         copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
         self.shards = ShardMap(specs, reports, copies, holders)
         for p, members in self.matrices_of.items():
-            outer = [self.shards.boxes[i] for i in members]
-            if not all(box.is_range_of(specs.parameters[p].shape) for box in outer):
+            spec, outer = specs.parameters[p], [self.shards.boxes[i] for i in members]
+            odd = [i for i, box in zip(members, outer) if not box.is_range_of(spec.shape)]
+            if odd and ranges_only:
+                raise OwnershipError(
+                    f"{specs.matrices[odd[0]].name!r} is no contiguous range of {spec.name!r} "
+                    f"{list(spec.shape)}, and layout='dedicated' keeps such ranges only: leave it "
+                    "out of splits/heads, or use layout='sharded' or 'replicated'"
+                )
+            if odd:
                 self._starts |= zip(members, accumulate((b.numel for b in outer), initial=0))
         # (replica, shard, tensor) of the owner of each matrix.
         self.place_of = [grid.place(owner) for owner in plan.owners]
@@ -150,8 +150,8 @@ class Slices:
 
     def flat_of(self, parameter: int, values: Tensor) -> Tensor:
         """The elements of a parameter's slice in the order in which they travel."""
-        members = self.matrices_of.get(parameter, ())
-        if not any(i in self._starts for i in members):
+        members = self.matrices_of.get(parameter, [])
+        if self._starts.keys().isdisjoint(members[:1]):
             return values.reshape(-1)
         pieces = (values[self.shards.boxes[i].slices()] for i in members)
         return torch.cat([piece.reshape(-1) for piece in pieces])

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add, floordiv, sub
 from typing import Annotated
@@ -21,6 +21,7 @@ from dmuon.types import Algorithm, Layout, PlanError
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
+_Step = Annotated[int, (1, _MOST_ELEMENTS)]
 _COPY = re.compile(r" \(copy \d+ of \d+\)$")
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
@@ -44,20 +45,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``offset .. offset + shape`` of a tensor. A matrix of an interleaved parameter takes
-    every ``steps[dim]``-th element of a dim; for all others ``steps`` is empty. Of two boxes with
-    steps in a dim, these are equal.
+    """Elements ``offset .. offset + shape`` of a tensor; with ``steps``, of interleaved matrices,
+    every so manyth of a dim. Where both of two boxes have steps in a dim, they are equal.
 
     >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
-    Box(offset=(2, 1), shape=(1, 2), steps=())
-    >>> odd = Box((1,), (4,), (2,))  # 1, 3, 5, 7
-    >>> odd.intersection(Box((2,), (4,))), odd.intersection(Box((2,), (4,))).within(odd)
-    (Box(offset=(3,), shape=(2,), steps=(2,)), Box(offset=(1,), shape=(2,), steps=()))
+    Box(offset=(2, 1), shape=(1, 2))
+    >>> Box((1,), (4,), (2,)).intersection(Box((2,), (4,))).slices()  # 1, 3, 5, 7 and 2, 3, 4, 5
+    (slice(3, 6, 2),)
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...] = field(default=(), repr=False)  # empty: 1 in all dims
 
     @classmethod
     def at_origin(cls, shape: tuple[int, ...]) -> Box:
@@ -88,11 +87,11 @@ class Box:
         both = (zip(b.offset, b.ends, b.steps or every, strict=True) for b in (self, other))
         for (start, end, step), (its_start, its_end, its_step) in zip(*both, strict=True):
             first = start if step > 1 else its_start
-            alike = (start - its_start) % min(step, its_step) == 0
+            meet = (start - its_start) % min(step, its_step) == 0
             low, step = max(start, its_start), max(step, its_step)
             low += (first - low) % step
-            count = max(0, math.ceil((min(end, its_end) - low) / step))
-            dims.append((low, count * alike, step))
+            size = max(0, -((low - min(end, its_end)) // step)) if meet else 0
+            dims.append((low, size, step))
         return Box(*zip(*dims))
 
     def is_range_of(self, shape: Sequence[int]) -> bool:
@@ -195,7 +194,7 @@ class MatrixSpec:
     dtype: str
     start: int = 0
     form: Form = Form.FLAT
-    steps: tuple[int, int] = (1, 1)
+    steps: tuple[_Step, _Step] = (1, 1)
 
     @property
     def numel(self) -> int:
@@ -215,7 +214,7 @@ class MatrixSpec:
         """Its box in a parameter of this shape.
 
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
-        Box(offset=(1, 0, 2), shape=(1, 4, 3), steps=())
+        Box(offset=(1, 0, 2), shape=(1, 4, 3))
         """
         offset = tuple(map(int, np.unravel_index(self.start, shape)))
         others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
