@@ -543,6 +543,8 @@ def collect(
             if algorithm is Algorithm.MUON:
                 made = _matrices(use, index, _cut(use, reason, settings, used))
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
+                ends = dict.fromkeys(m.name[m.name.rindex("[") :] for m in made if "::" in m.name)
+                reason += " " + ", ".join([*ends][:4]) if ends else ""
             parameter = use.spec(algorithm, reason)
         parameters.append(parameter)
         matrices += made

@@ -241,6 +241,12 @@ def test_interleaved_pieces_are_every_other_output():
     expected |= {f"e[{i}][:, {k}::2]": e[i, :, k::2] for i in (0, 1) for k in (0, 1)}
     assert views == {name: piece.tolist() for name, piece in expected.items()}
     assert [m.shape for m in found[:3]] == [(2, 5), (2, 5), (2, 5)]
+    reasons = [p.reason for p in collect(model, select=lambda name, p: True, splits=cut).parameters]
+    assert reasons == [
+        "selected, 2 matrices [0::2], [1::2]",
+        "selected, 3 matrices [:, 0::3], [:, 1::3], [:, 2::3]",
+        "selected, 4 matrices [:, 0::2], [:, 1::2]",
+    ]
 
 
 class Conv1D(nn.Module):
