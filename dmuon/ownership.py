@@ -113,6 +113,10 @@ class Ownership:
         """This process's rank in the mesh: what `owner_of` and `owned_by` count in."""
         return self.runtime.transport.rank
 
+    def adamw_parameters(self) -> list[nn.Parameter]:
+        """The parameters that AdamW updates, for clipping them alone (docs/recipes.md)."""
+        return [self.parameters[i] for i in self.plan.specs.adamw_parameters()]
+
     def report(self) -> LoadBalanceReport:
         """How the work is balanced, and how every parameter is routed; after a few training steps
         also measured beside predicted times. No collective call: any rank may ask alone."""

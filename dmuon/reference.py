@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.rule import Rule, rule_of
 from dmuon.scheduler.select import collect, trainable_parameters
+from dmuon.scheduler.specs import MatrixSpec
 from dmuon.types import Coefficients, Heads, Select, Splits
 
 
@@ -68,10 +70,15 @@ class ReferenceMuon(Optimizer):
         self._kept: dict[Tensor, list[dict[str, Tensor]]] = {}
         others: list[Tensor] = []
         if isinstance(model_or_params, nn.Module):
+            interleaved, splits, heads = _without_interleaved(splits or {}, heads or {})
             specs = collect(model_or_params, select=select, splits=splits, heads=heads)
-            parameters = [p for _, p in trainable_parameters(model_or_params)]
+            named = [*trainable_parameters(model_or_params)]
+            parameters = [p for _, p in named]
             for matrix in specs.matrices:
-                self._views.setdefault(parameters[matrix.parameter], []).append(matrix.view)
+                name, p = named[matrix.parameter]
+                said = [how for key, how in interleaved.items() if fnmatchcase(name, key)]
+                views = _alternating(matrix, p.ndim, **said[0]) if said else [matrix.view]
+                self._views.setdefault(p, []).extend(views)
             others = [parameters[i] for i in specs.adamw_parameters()]
         else:
             self._views = {p: [lambda t: t] for p in model_or_params}
@@ -133,6 +140,30 @@ class ReferenceMuon(Optimizer):
         super().zero_grad(set_to_none)
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)
+
+
+Interleaved = dict[str, dict[str, Any]]
+
+
+def _without_interleaved(splits: Splits, heads: Heads) -> tuple[Interleaved, Splits, Heads]:
+    """What ``splits`` says of interleaved parameters, and the rest: there a parameter is whole."""
+    interleaved: Interleaved = {}
+    for pattern, said in splits.items():
+        said = dict(said) if isinstance(said, Mapping) else {"sizes": said}
+        if isinstance(sizes := said.pop("sizes", None), str):
+            interleaved[pattern] = {"count": int(sizes.split(":")[1]), "dim": said.get("dim")}
+            heads = {**heads, pattern: {**said, "heads": 1}}
+    return interleaved, {k: v for k, v in splits.items() if k not in interleaved}, heads
+
+
+def _alternating(
+    matrix: MatrixSpec, ndim: int, count: int, dim: int | None
+) -> list[Callable[[Tensor], Tensor]]:
+    """Views of every ``count``-th row of a matrix, or column, if ``dim`` is that of the columns."""
+    rows, _ = matrix.form.dims(ndim)
+    if dim is None or dim % ndim == rows:
+        return [lambda t, k=k: matrix.view(t)[k::count] for k in range(count)]  # type: ignore[misc]
+    return [lambda t, k=k: matrix.view(t)[:, k::count] for k in range(count)]  # type: ignore[misc]
 
 
 def _adjustment(name: str | float | None, rows: int, cols: int) -> float:

@@ -20,7 +20,7 @@ Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
 Select = Callable[[str, "Tensor"], bool]
 # By name pattern: what docs/routing.md says of splits and heads.
-Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
+Splits = Mapping[str, str | Sequence[int] | Mapping[str, Any]]
 Heads = Mapping[str, int | Mapping[str, Any]]
 INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
 

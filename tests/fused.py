@@ -52,10 +52,16 @@ class Fused(nn.Module):
 
 
 class FusedModel(nn.Module):
-    """Tokens to logits; ``splits`` makes pieces that lie side by side."""
+    """Tokens to logits; ``splits`` makes pieces that lie side by side, ``interleaved`` some whose
+    rows or columns alternate."""
 
     splits: Mapping[str, Any] = {"*.c_attn.weight": [10, 10, 10], "*.gate_up_proj": [6, 6]}
     heads = Fused.heads
+    interleaved: Mapping[str, Any] = {
+        "*.c_attn.weight": "interleaved:3",
+        "*.gate_up_proj": "interleaved:2",
+        "*.c_proj.weight": {"sizes": "interleaved:2", "dim": 0},
+    }
 
     def __init__(self) -> None:
         super().__init__()

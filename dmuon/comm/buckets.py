@@ -7,8 +7,9 @@ for each place that owns some of them, together, and one for what every rank upd
     bucket 1                         [ -> shard 0 | -> shard 2 ]  ...
 
 A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
-tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Everything
-but `allocate` and `Buffer` is pure data, equal on every rank.
+tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Where these
+are no contiguous ranges, the elements are in the order of the matrices (`Slices.flat_of`).
+Everything but `allocate` and `Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations
@@ -58,21 +59,21 @@ class Slices:
     """
 
     def __init__(
-        self, plan: OwnershipPlan, grid: Grid, boxes: Sequence[Sequence[Box] | None]
+        self,
+        plan: OwnershipPlan,
+        grid: Grid,
+        boxes: Sequence[Sequence[Box] | None],
+        *,
+        ranges_only: bool = True,
     ) -> None:
         self.plan = plan
         self.grid = grid
         self.boxes = boxes
         self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
+        # Of matrices that are no range of their parameter, and others in it: where each begins.
+        self._starts: dict[int, int] = {}
         specs, together = plan.specs, tuple(range(grid.shape[2]))
         for i, matrix in enumerate(specs.matrices):
-            spec = specs.parameters[matrix.parameter]
-            if not matrix.box(spec.shape).is_range_of(spec.shape):
-                raise OwnershipError(
-                    f"{matrix.name!r} is no contiguous range of {spec.name!r} {list(spec.shape)}, "
-                    "and layout='dedicated' and reduce_to_owner=True send such ranges only: leave "
-                    "this parameter out of splits/heads, or use layout='sharded' or 'replicated'"
-                )
             self.matrices_of[matrix.parameter].append(i)
 
         def held(p: int, t: int) -> LocalShard:
@@ -86,6 +87,17 @@ class Slices:
         reports = tuple(RankShards.of(t, [held(p, t) for p in every]) for t in together)
         copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
         self.shards = ShardMap(specs, reports, copies, holders)
+        for p, members in self.matrices_of.items():
+            spec, outer = specs.parameters[p], [self.shards.boxes[i] for i in members]
+            odd = [i for i, box in zip(members, outer) if not box.is_range_of(spec.shape)]
+            if odd and ranges_only:
+                raise OwnershipError(
+                    f"{specs.matrices[odd[0]].name!r} is no contiguous range of {spec.name!r} "
+                    f"{list(spec.shape)}, and layout='dedicated' keeps such ranges only: leave it "
+                    "out of splits/heads, or use layout='sharded' or 'replicated'"
+                )
+            if odd:
+                self._starts |= zip(members, accumulate((b.numel for b in outer), initial=0))
         # (replica, shard, tensor) of the owner of each matrix.
         self.place_of = [grid.place(owner) for owner in plan.owners]
 
@@ -94,7 +106,7 @@ class Slices:
         """Of a plan without tensor parallelism and replicas: the shard coordinate is the rank."""
         world = plan.topology.world
         grid = Grid((1, world, 1), tuple(range(world)))
-        return cls(plan, grid, [None] * len(plan.specs.parameters))
+        return cls(plan, grid, [None] * len(plan.specs.parameters), ranges_only=False)
 
     def is_cut(self, matrix: int) -> bool:
         return self.boxes[self.plan.specs.matrices[matrix].parameter] is not None
@@ -126,6 +138,8 @@ class Slices:
         """The part of a matrix that the ranks with this tensor coordinate hold: its first element
         in their slice of the parameter, and its box, counted from the matrix's corner."""
         outer = self.shards.boxes[matrix]
+        if matrix in self._starts:
+            return self._starts[matrix], Box.at_origin(outer.shape)
         local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
         common, start = outer.intersection(local), 0
         if common.numel:
@@ -133,6 +147,14 @@ class Slices:
             for corner, size in zip(common.within(local).offset, local.shape, strict=True):
                 start = start * size + corner
         return start, common.within(outer)
+
+    def flat_of(self, parameter: int, values: Tensor) -> Tensor:
+        """The elements of a parameter's slice in the order in which they travel."""
+        members = self.matrices_of.get(parameter, [])
+        if self._starts.keys().isdisjoint(members[:1]):
+            return values.reshape(-1)
+        pieces = (values[self.shards.boxes[i].slices()] for i in members)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
     def spans(self, parameter: int, tensor: int) -> list[Span]:
         """The spans of a matrix parameter's slice, in element order; empty slices have none."""

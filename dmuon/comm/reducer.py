@@ -195,6 +195,7 @@ class _LiveBucket:
 
     def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
         self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
+        self._slices = owned.slices
         self._scale = 1.0 / math.prod(owned.slices.grid.shape[:2])  # over the data ranks
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
         for live in self.segments:
@@ -223,7 +224,7 @@ class _LiveBucket:
         """Write, or add, a share of the mean gradient (zeros for None) where it travels."""
         for live in self.segments:
             live.buffer.hold()
-        flat = None if grad is None else grad.detach().reshape(-1)
+        flat = None if grad is None else self._slices.flat_of(parameter, grad.detach())
         for start, view in self.targets[parameter]:
             if flat is None:
                 view.zero_()

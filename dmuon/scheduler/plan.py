@@ -24,7 +24,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, Parameter
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
@@ -232,7 +232,8 @@ class OwnershipPlan:
     def _fingerprint(self) -> str:
         specs = self.specs
         matrices = [
-            (m.name, specs.parameters[m.parameter].name, *m.shape, m.dtype, m.start, m.form)
+            (m.name, specs.parameters[m.parameter].name, *m.shape)
+            + (m.dtype, m.start, m.form, m.steps)
             for m in specs.matrices
         ]
         # In terms of names: independent of the order of the parameters.

@@ -328,10 +328,12 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 # ---- pieces of a parameter ---------------------------------------------------------------
 
 
-# How the matrices of a parameter are read, and cut along one of its dims: into these sizes.
-_Cut = tuple[Form, int, tuple[int, ...]]
+# How the matrices of a parameter are read, and cut along one of its dims: into these sizes, one
+# behind the other, or each every so manyth, if the last number is above 1.
+_Cut = tuple[Form, int, tuple[int, ...], int]
 _Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
 _EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
+_INTERLEAVED = re.compile(r"interleaved:[0-9]{1,18}")
 
 
 def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[str, _Cut]]:
@@ -359,19 +361,22 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
         dim, value = dim % len(shape), cast(Any, said[key])
         total, what = shape[dim], "row" if dim == dims[0] else "column"
         of = f"{total} {what}s of {use.name!r}"
-        if setting == "heads":
-            if not isinstance(value, int) or value < 1 or total % value:
+        count = value
+        if is_interleaved := setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value))):
+            count = int(value.removeprefix("interleaved:"))
+        if is_interleaved or setting == "heads":
+            if not isinstance(count, int) or count < 1 or total % count:
                 raise SelectionError(f"{where} = {value!r} does not divide the {of}")
-            value = (total // value,) * value
+            value = (total // count,) * count
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
         if not are_counts or sum(value) != total:
             added = f"; they add up to {sum(value)}" if are_counts else ""
             raise SelectionError(
                 f"{where} must be a list of positive {what} counts that add up to the {of}{added}, "
-                f"found {value!r}"
+                f"or 'interleaved:2', found {value!r}"
             )
-        yield pattern, (read, dim, tuple(value))
+        yield pattern, (read, dim, tuple(value), len(value) if is_interleaved else 1)
 
 
 def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
@@ -393,14 +398,15 @@ def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
             f"a stack of matrices, and no live module holds it: {THREE_WAYS}"
         )
     dim = form.dims(use.parameter.ndim)[0]
-    return form, dim, (use.parameter.shape[dim],)
+    return form, dim, (use.parameter.shape[dim],), 1
 
 
 def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
-    p, (form, dim, sizes) = use.parameter, cut
+    p, (form, dim, sizes, step) = use.parameter, cut
     shape, dtype = list(p.shape), dtype_name(p.dtype)
     lead = len(shape) - 2 if form.is_stack else 0
     inner, stride = math.prod(shape[lead:]), math.prod(shape[dim + 1 :])
+    steps = (step, 1) if dim == form.dims(len(shape))[0] else (1, step)
     made = []
     for item in range(math.prod(shape[:lead])):
         first = 0
@@ -409,10 +415,11 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
             rows, cols = form.matrix_shape(shape)
             name = use.name + (f"[{item}]" if inner < p.numel() else "")
             if len(sizes) > 1:
-                name += f"[{':, ' if dim > lead else ''}{first}:{first + size}]"
+                taken = f"{first}::{step}" if step > 1 else f"{first}:{first + size}"
+                name += f"[{':, ' if dim > lead else ''}{taken}]"
             start = item * inner + first * stride
-            made.append(MatrixSpec(name, index, rows, cols, dtype, start, form))
-            first += size
+            made.append(MatrixSpec(name, index, rows, cols, dtype, start, form, steps))
+            first += size if step == 1 else 1
     # A piece is written through a flat view of its parameter, which only contiguous storage has.
     if len(made) > 1 and not p.is_contiguous():
         raise SelectionError(
@@ -501,11 +508,11 @@ def collect(
     AdamW, with the reason. A parameter that comes twice counts once.
 
     ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
-    output dim, or to the number of equal pieces. A dict cuts another dim (``{"sizes": [4, 2],
-    "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says that a weight is stored (in, out)
-    (``"transposed": True``), where the shapes in its module do not show it. A convolution is
-    flattened to ``(out, rest)``; any other parameter with more than two dims is a stack of
-    matrices.
+    output dim, or to the number of equal pieces; "interleaved:2" in place of sizes makes two, of
+    every other output each. A dict cuts another dim (``{"sizes": [4, 2], "dim": 1}``, ``{"heads":
+    2, "dim": -1}``) or says that a weight is stored (in, out) (``"transposed": True``), where the
+    shapes in its module do not show it. A convolution is flattened to ``(out, rest)``; any other
+    parameter with more than two dims is a stack of matrices.
 
     ``routes`` are those of an earlier call, which hold whatever the reasons say now; parameters may
     have another dtype by now. ``allow_meta`` takes parameters on the meta device, for planning
@@ -536,6 +543,8 @@ def collect(
             if algorithm is Algorithm.MUON:
                 made = _matrices(use, index, _cut(use, reason, settings, used))
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
+                ends = dict.fromkeys(m.name[m.name.rindex("[") :] for m in made if "::" in m.name)
+                reason += " " + ", ".join([*ends][:4]) if ends else ""
             parameter = use.spec(algorithm, reason)
         parameters.append(parameter)
         matrices += made

@@ -6,9 +6,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import add, sub
+from operator import add, floordiv, sub
 from typing import Annotated
 
 import numpy as np
@@ -21,6 +21,7 @@ from dmuon.types import Algorithm, Layout, PlanError
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
+_Step = Annotated[int, (1, _MOST_ELEMENTS)]
 _COPY = re.compile(r" \(copy \d+ of \d+\)$")
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
@@ -44,14 +45,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``offset .. offset + shape`` of a tensor.
+    """Elements ``offset .. offset + shape`` of a tensor; with ``steps``, of interleaved matrices,
+    every so manyth of a dim. Where both of two boxes have steps in a dim, they are equal.
 
     >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
     Box(offset=(2, 1), shape=(1, 2))
+    >>> Box((1,), (4,), (2,)).intersection(Box((2,), (4,))).slices()  # 1, 3, 5, 7 and 2, 3, 4, 5
+    (slice(3, 6, 2),)
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    steps: tuple[int, ...] = field(default=(), repr=False)  # empty: 1 in all dims
 
     @classmethod
     def at_origin(cls, shape: tuple[int, ...]) -> Box:
@@ -63,26 +68,47 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        return tuple(map(add, self.offset, self.shape))
+        if not self.steps:
+            return tuple(map(add, self.offset, self.shape))
+        dims = zip(self.offset, self.shape, self.steps, strict=True)
+        return tuple(start + max(0, (size - 1) * step + 1) for start, size, step in dims)
 
     def intersection(self, other: Box) -> Box:
         """The elements that both contain; its numel is 0 if there are none."""
+        if self.steps or other.steps:
+            return self._every_nth(other)
         low = tuple(map(max, self.offset, other.offset))
         high = map(min, self.ends, other.ends)
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
+    def _every_nth(self, other: Box) -> Box:
+        """The intersection where one of the boxes has steps."""
+        dims, every = [], (1,) * len(self.shape)
+        both = (zip(b.offset, b.ends, b.steps or every, strict=True) for b in (self, other))
+        for (start, end, step), (its_start, its_end, its_step) in zip(*both, strict=True):
+            first = start if step > 1 else its_start
+            meet = (start - its_start) % min(step, its_step) == 0
+            low, step = max(start, its_start), max(step, its_step)
+            low += (first - low) % step
+            size = max(0, -((low - min(end, its_end)) // step)) if meet else 0
+            dims.append((low, size, step))
+        return Box(*zip(*dims))
+
     def is_range_of(self, shape: Sequence[int]) -> bool:
         """True if a tensor of ``shape`` holds these elements one after the other."""
         cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]
-        return all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
+        return not self.steps and all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
 
     def within(self, outer: Box) -> Box:
         """The same elements, counted from the corner of ``outer``."""
-        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
+        offset = tuple(map(sub, self.offset, outer.offset))
+        if not outer.steps:
+            return Box(offset, self.shape, self.steps)
+        return Box(tuple(map(floordiv, offset, outer.steps)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """The index that takes these elements out of a tensor."""
-        return tuple(map(slice, self.offset, self.ends))
+        return tuple(map(slice, self.offset, self.ends, self.steps or (None,) * len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +184,8 @@ class ParameterSpec:
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
     """One operand of Newton-Schulz: a box of a parameter, read by ``form``. The box begins at
-    element ``start`` of the parameter in row-major order; ``parameter`` is an index into
-    `ModelSpecs.parameters`."""
+    element ``start`` of the parameter in row-major order, and has every ``steps``-th of its (rows,
+    columns); ``parameter`` is an index into `ModelSpecs.parameters`."""
 
     name: str
     parameter: int
@@ -168,6 +194,7 @@ class MatrixSpec:
     dtype: str
     start: int = 0
     form: Form = Form.FLAT
+    steps: tuple[_Step, _Step] = (1, 1)
 
     @property
     def numel(self) -> int:
@@ -193,7 +220,10 @@ class MatrixSpec:
         others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
         pair = [self.rows, self.cols // math.prod(others)]
         pair = pair[::-1] if self.form.is_in_out else pair
-        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others))
+        steps = [1] * len(shape) if max(self.steps) > 1 else []
+        for dim, step in zip(self.form.dims(len(shape)) if steps else (), self.steps):
+            steps[dim] = step
+        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others), (*steps,))
 
     def copy(self, number: int, count: int) -> MatrixSpec:
         """One of ``count`` copies, each of which groups of ranks hold by themselves."""

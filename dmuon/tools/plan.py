@@ -132,18 +132,20 @@ def _co_owners(text: str) -> str | int:
     return value
 
 
-def _splits(text: str) -> tuple[str, list[int]]:
+def _splits(text: str) -> tuple[str, str | list[int]]:
     pattern, _, values = text.rpartition("=")
+    if pattern and re.fullmatch(r"interleaved:[0-9]{1,18}", values):
+        return pattern, values
     if not pattern or not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", values):
         raise ArgumentTypeError(f"{text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
     return pattern, [int(value) for value in values.split(",")]
 
 
 def _heads(text: str) -> tuple[str, int]:
-    pattern, (count, *more) = _splits(text)
-    if more:
-        raise ArgumentTypeError(f"{pattern!r} takes one number, found {[count, *more]}")
-    return pattern, count
+    pattern, counts = _splits(text)
+    if isinstance(counts, str) or len(counts) > 1:
+        raise ArgumentTypeError(f"{pattern!r} takes one number, found {counts}")
+    return pattern, counts[0]
 
 
 def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:

@@ -40,6 +40,7 @@ in_blocks("fsdp4", dmuon.LinearPeriod(2, 4, 6), None, **SHARED)
 # Weights that are stored (in, out) and cut side by side.
 FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
 in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)
+in_blocks("fsdp4", 2, select={"splits": FusedModel.interleaved}, **FUSED)
 
 
 @BLOCKS.each()

@@ -127,6 +127,23 @@ FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
 for adjust in ("original", "match_rms_adamw"):
     fused = {"build": FusedModel, "select": FUSED, "muon": {"adjust_lr_fn": adjust}}
     ROWS.add(f"fused weights stored (in, out), {adjust}", "fsdp4", steps=6, **fused)
+    # Projections that alternate; ranks cut dims of 10 as 3, 3, 3, 1, wherever the steps are.
+    fused["select"] = {"splits": FusedModel.interleaved}
+    for name in ("fsdp4", "hsdp", "ddp", "plain", "reduced", "reduced ddp"):
+        ROWS.add(f"interleaved in {name}, {adjust}", name, steps=3, **fused)
+    ROWS.add(f"interleaved, shared, {adjust}", "fsdp4", request=shared(4), steps=3, **fused)
+# Pieces side by side, in the order in which gradients travel to owners.
+ROWS.add("fused weights to owners", "reduced", "reduced ddp", build=FusedModel, select=FUSED)
+WOVEN = {
+    "*.mlp.up.weight": "interleaved:3",
+    "*.mlp.down.weight": {"sizes": "interleaved:5", "dim": 1},
+    "*.q_proj.weight": "interleaved:2",
+}
+for name in ("tp", "tp+fsdp"):
+    ROWS.add(f"interleaved in {name}", name, select={"splits": WOVEN}, muon={"adjust_lr_fn": None})
+for name in ("ep+fsdp", "ep+fsdp, split experts"):
+    woven = {"*.experts.w1": "interleaved:2", "*.experts.w2": {"sizes": "interleaved:3", "dim": 2}}
+    ROWS.add(f"interleaved in {name}", name, select={"splits": woven})
 
 # ---- tensor parallelism in the dedicated layout ----------------------------------------------
 

@@ -72,12 +72,15 @@ def equal_gradients(pair: Any, step: int, scale: float = 1.0) -> None:
 
 ANY = {"rows": (7, 5), "cols": (5, 7), "few": (1, 6), "kernel": (6, 4, 3), "stack": (3, 4, 5),
        "fused_weight": (9, 4), "whole": (4, 4), "beside": (4, 9), "inputs": (6, 7),
-       "experts": (2, 5, 6)}  # fmt: skip
+       "experts": (2, 5, 6), "woven": (10, 4), "meshed": (4, 10), "knit": (3, 5, 6)}  # fmt: skip
 CUTS = {
     "fused_weight_weight": [4, 2, 3],
     "beside_weight": {"sizes": [4, 2, 3], "dim": 1},
     "inputs_weight": {"sizes": [5, 2], "transposed": True},
     "experts_weight": {"sizes": [2, 4], "transposed": True},
+    "woven_weight": "interleaved:5",
+    "meshed_weight": {"sizes": "interleaved:2", "dim": 1},
+    "knit_weight": {"sizes": "interleaved:2", "transposed": True},
 }
 EVERYTHING = {"select": lambda name, p: True}
 ORIGINAL = {"adjust_lr_fn": "original"}  # sees which side the outputs are on
@@ -86,7 +89,7 @@ ORIGINAL = {"adjust_lr_fn": "original"}  # sees which side the outputs are on
 @distributed(2, 4)
 def test_any_placement_on_any_dim(rank, world):
     on = [Shard(0), Shard(1), Shard(0), Shard(1), Shard(1), Shard(0), Replicate()]
-    laid = placed(*on, Shard(0), Shard(1), Shard(2))
+    laid = placed(*on, Shard(0), Shard(1), Shard(2), Shard(0), Shard(1), Shard(2))
     select = {"splits": CUTS, **EVERYTHING}
     build = partial(Shapes, ANY)
     with both(build, laid, select=select, muon=ORIGINAL, round=equal_gradients) as pair:

@@ -118,11 +118,13 @@ def test_options_reach_the_plan(capsys, tmp_path):
     plan = saved(
         capsys, tmp_path / "p.json", *SMALL, "--costs", "analytic:a100", "--dtype", "float32",
         "--max-batch", "3", "--heads", "*.c_attn.weight=3", "--splits", "*.c_fc.weight=3000,72",
+        "--splits", "*.attn.c_proj.weight=interleaved:3",
     )  # fmt: skip
     assert plan.cost_source == "analytic:a100"
     assert {m.dtype for m in plan.specs.matrices} == {"float32"}
     assert max(len(b.matrices) for b in plan.batches) == 3
-    assert len(plan.specs.matrices) == 12 * (1 + 1 + 3 + 2)
+    assert len(plan.specs.matrices) == 12 * (3 + 1 + 3 + 2)
+    assert "transformer.h.0.attn.c_proj.weight[:, 1::3]" in {m.name for m in plan.specs.matrices}
 
 
 def test_a_memory_cap_is_kept_or_refused(capsys):
@@ -265,6 +267,9 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         ([*GPT2, "--splits", "c_attn"], "PATTERN=NUMBER"),
         ([*GPT2, "--splits", "*.c_attn.weight=1,2"], "2304 rows"),
         ([*GPT2, "--heads", "*.c_attn.weight=1,2"], "takes one number"),
+        ([*GPT2, "--heads", "*.c_attn.weight=interleaved:2"], "takes one number"),
+        ([*GPT2, "--splits", "*.c_attn.weight=interleaved:5"], "2304 rows"),
+        ([*GPT2, "--splits", "*.c_attn.weight=interleaved:"], "PATTERN=NUMBER"),
         ([*GPT2, "--heads", "gone=2"], "matches no matrix"),
         (
             [*GPT2, "--json", "gone/report.json"],

@@ -122,6 +122,7 @@ GIVEN = {
     "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
+    "docs/recipes.md": "import pytest; pytest.importorskip('peft')",
     "docs/sharded.md": SHARDING,
 }
 

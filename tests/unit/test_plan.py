@@ -171,6 +171,7 @@ def with_batches(plan: OwnershipPlan, *batches: Batch) -> OwnershipPlan:
     lambda p: with_specs(p, *p.specs.parameters, name="other"),
     lambda p: with_specs(p, *p.specs.parameters, rows=2, cols=12),
     lambda p: with_specs(p, *p.specs.parameters, form=Form.FLAT_IN_OUT),
+    lambda p: with_specs(p, *p.specs.parameters, steps=(2, 1)),
 ])  # fmt: skip
 def test_the_fingerprint_changes_with_what_runs_where(change):
     plan = with_batches(
@@ -188,6 +189,13 @@ def broken(**changes: object) -> str:
     """A saved plan with other fields, or without those that are None; its digest is right."""
     data = json.loads(plan_of(specs_of([B] * 2), [0, 1], 2).to_json())
     return sealed({k: v for k, v in (data | changes).items() if v is not None or k not in changes})
+
+
+def test_a_step_of_zero_in_a_saved_plan_is_refused():
+    data = json.loads(broken())
+    data["specs"]["matrices"][0][-1] = [1, 0]
+    with pytest.raises(PlanError, match=r"matrices\[0\]\[7\]\[1\]: expected a whole number from 1"):
+        OwnershipPlan.from_json(sealed(data))
 
 
 NO_RANKS = {"shape": [], "axes": [], "ranks_per_node": 1, "device_type": "cpu", "node_of": []}
@@ -222,8 +230,8 @@ def test_a_matrix_is_a_part_of_its_parameter(kind, changes, message):
 
 
 def test_a_plan_of_another_format_says_which():
-    for version in (99, 1, 9):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 10"):
+    for version in (99, 1, 10):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 11"):
             OwnershipPlan.from_json(broken(format=version))
 
 

@@ -172,14 +172,26 @@ def test_a_transposed_convolution_is_one_span():
     assert [(s.start, s.numel) for s in spans] == [(0, model.deconv.weight.numel())]
 
 
-@pytest.mark.parametrize("cut", [{"dim": 1}, {"transposed": True}])
-def test_pieces_beside_each_other_are_refused_where_flat_ranges_travel(cut):
+@pytest.mark.parametrize("cut", [[4, 5], "interleaved:3"], ids=["beside each other", "interleaved"])
+def test_pieces_that_are_no_ranges_travel_in_their_own_order_or_are_refused(cut):
     model = tree({"qkv.weight": (4, 9)})
-    specs = collect(model, splits={"qkv.weight": {"sizes": [4, 5], **cut}})
-    with pytest.raises(OwnershipError, match=r"'qkv.weight\[:, 0:4\]'.*layout='sharded'"):
-        Slices.flat(plan_of(specs, [0, 1], 2))
+    specs = collect(model, splits={"qkv.weight": {"sizes": cut, "transposed": True}})
+    owners = [0, 1, 1][: len(specs.matrices)]
+    plan, weight = plan_of(specs, owners, 2), torch.arange(36).view(4, 9)
+    slices = Slices.flat(plan)
+    pieces = (
+        [weight[:, :4], weight[:, 4:]] if cut == [4, 5] else [weight[:, k::3] for k in range(3)]
+    )
+    expected = torch.cat([piece.flatten() for piece in pieces])
+    assert slices.flat_of(0, weight).tolist() == expected.tolist()
+    first = pieces[0].numel()
+    spans = [(s.start, s.numel, s.shard) for s in slices.spans(0, 0)]
+    assert spans == [(0, first, 0), (first, 36 - first, 1)]
+    with pytest.raises(OwnershipError, match=r"'qkv.weight\[:, 0:.*layout='sharded'"):
+        Slices(plan, slices.grid, [None])
     whole = collect(model, splits={"qkv.weight": {"sizes": [9], "transposed": True}})
-    assert [s.numel for s in Slices.flat(plan_of(whole, [1], 2)).spans(0, 0)] == [36]
+    grid = Slices.flat(plan_of(whole, [1], 2)).grid
+    assert [s.numel for s in Slices(plan_of(whole, [1], 2), grid, [None]).spans(0, 0)] == [36]
 
 
 @settings(max_examples=80)

@@ -227,6 +227,28 @@ def test_a_form_is_what_its_sizes_say():
     assert torch.equal(found[1].view(conv), conv[:, 1:])
 
 
+def test_interleaved_pieces_are_every_other_output():
+    """Also where outputs come last, and of the experts of a stack."""
+    cut = {"a": "interleaved:2", "b": {"sizes": "interleaved:3", "transposed": True},
+           "e": {"sizes": "interleaved:2", "dim": -1}}  # fmt: skip
+    model = tree({"a": (4, 5), "b": (5, 6), "e": (2, 3, 4)})
+    found = collect(model, select=lambda name, p: True, splits=cut).matrices
+    named = dict(model.named_parameters())
+    views = {m.name: m.view(named[m.name[0]].detach()).tolist() for m in found}
+    a, b, e = (named[name].detach() for name in "abe")
+    expected = {f"a[{k}::2]": a[k::2] for k in (0, 1)}
+    expected |= {f"b[:, {k}::3]": b[:, k::3].T for k in (0, 1, 2)}
+    expected |= {f"e[{i}][:, {k}::2]": e[i, :, k::2] for i in (0, 1) for k in (0, 1)}
+    assert views == {name: piece.tolist() for name, piece in expected.items()}
+    assert [m.shape for m in found[:3]] == [(2, 5), (2, 5), (2, 5)]
+    reasons = [p.reason for p in collect(model, select=lambda name, p: True, splits=cut).parameters]
+    assert reasons == [
+        "selected, 2 matrices [0::2], [1::2]",
+        "selected, 3 matrices [:, 0::3], [:, 1::3], [:, 2::3]",
+        "selected, 4 matrices [:, 0::2], [:, 1::2]",
+    ]
+
+
 class Conv1D(nn.Module):
     """As in transformers."""
 
@@ -283,6 +305,12 @@ CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
     ({"heads": 3}, rf"heads {COUNTS} 3: pass"),
     ({"splits": {"*": 3}}, LIST),
     ({"splits": {"*": "35"}}, LIST),
+    *(({"splits": {"*": sizes}}, r"splits\['\*'\] = 'interleaved:\d' " + DIVIDES)
+      for sizes in ("interleaved:5", "interleaved:0")),
+    *(({"splits": {"*": sizes}}, LIST + r".*or 'interleaved:2', found")
+      for sizes in ("interleaved", "interleaved:-2", "interleaved:2,3", "Interleaved:2")),
+    ({"splits": {"*": {"sizes": "interleaved:2", "dim": 1}}}, "the 5 columns of 'a.weight'"),
+    ({"heads": {"*": "interleaved:2"}}, DIVIDES),
     ({"splits": {"*": ["3", 9]}}, r"positive row counts.*found \['3', 9\]"),
     ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
     ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),

@@ -83,6 +83,19 @@ def shard_maps(draw: st.DrawFn) -> ShardMap:
             of = Form.FLAT_IN_OUT if by_columns else form
             matrices.append(MatrixSpec(f"p{i}@{start}", i, *shape, "float32", start, of))
             start += size if by_columns else size * cols
+        long = max(rows, cols)
+        if count == 1 and not split and long > 1 and draw(st.booleans()):  # interleaved
+            step = draw(st.sampled_from([n for n in range(2, long + 1) if long % n == 0]))
+            by_rows = rows == long
+            shape, steps = (rows // step, cols), (step, 1)
+            if not by_rows:
+                shape, steps = (rows, cols // step), (1, step)
+            matrices[-1:] = [
+                MatrixSpec(
+                    f"p{i}@{n}", i, *shape, "float32", n * cols if by_rows else n, form, steps
+                )
+                for n in range(step)
+            ]
         shapes.append((rows, cols) if count == 1 else (count, rows, cols))
         choices = [REPLICATE, *range(len(shapes[-1]))]
         dims.append(tuple(draw(st.sampled_from(choices)) for _ in mesh))
@@ -99,6 +112,28 @@ def chunks(box: Box, dim: int, count: int) -> list[Box]:
         offset[dim], shape[dim] = int(part[0]) if len(part) else box.ends[dim], len(part)
         made.append(Box(tuple(offset), tuple(shape)))
     return made
+
+
+@given(st.data())
+def test_boxes_with_steps_meet_as_slices_do(data):
+    """Of a matrix that takes every step-th row, and of a shard."""
+    step, size, low, count = (
+        data.draw(st.integers(a, b)) for a, b in ((1, 5), (1, 6), (0, 20), (0, 20))
+    )
+    phase = data.draw(st.integers(0, step - 1))
+    rows = list(range(60))
+    comb = Box((phase, 0), (size, 2), (step, 1) if step > 1 else ())
+    other = Box((low, 0), (count, 2))
+    where, cut = comb.slices()[0], other.slices()[0]
+    shared = comb.intersection(other)
+    expected = sorted({*rows[where]} & {*rows[cut]})
+    assert rows[shared.slices()[0]] == expected and shared.shape == (len(expected), 2)
+    assert rows[where][shared.within(comb).slices()[0]] == expected or not expected
+    assert rows[cut][shared.within(other).slices()[0]] == expected or not expected
+    assert other.intersection(comb).slices() == shared.slices()
+    again = Box((phase + 1, 0), (size, 2), comb.steps)
+    assert step == 1 or not comb.intersection(again).numel
+    assert comb.intersection(comb) == comb or not comb.numel
 
 
 @pytest.mark.parametrize("dim", [0, 1])
