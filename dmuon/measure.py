@@ -591,7 +591,7 @@ class _Session:
         self.ns_dtype, self.speeds = choosing.common_choice(found, device)
         reasons = [reason for *_, reason in ranks]
         self.kernels = kernels = self._runnable(kernels, reasons, len(found) > 1)
-        row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
+        row = costs.nearest_device(device.type, name)
         self.sharing = 1
         if own.is_cpu:
             self.sharing = sum(rank[0] == host for rank in ranks)
