@@ -400,9 +400,7 @@ def test_of_equal_prices_the_smaller_batch_wins():
 # GPT-2 XL's shapes: greedy is 7% above the optimum.
 GPT2_XL = ((1600, 4800), (1600, 1600), (1600, 6400))
 GPT2_PRICES = {
-    (r, c, "bfloat16"): tuple(
-        H200.batch_ms((r, c, "bfloat16"), b) for b in range(1, MAX_BATCH + 1)
-    )
+    (r, c, "bfloat16"): tuple(H200.batch_ms((r, c, "bfloat16"), b) for b in range(1, MAX_BATCH + 1))
     for r, c in GPT2_XL
 }
 HARD = Instance((*GPT2_PRICES, (1600, 6400, "bfloat16")) * 48, 16, GPT2_PRICES, OwnerLimits())
