@@ -25,10 +25,9 @@ from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
 from dmuon.config import BATCH_BUCKETS
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.plan import OwnershipPlan, Unit, bucket_count
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
-from dmuon.scheduler.traffic import bucket_count
 from dmuon.types import OwnershipError, grouped
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update

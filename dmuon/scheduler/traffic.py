@@ -29,25 +29,11 @@ import numpy as np
 
 from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.scheduler.costs import AnalyticDevice, device_of
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, bucket_count
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import KernelChoice, Layout
 
-_BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | None) -> int:
-    """How many buckets a step is cut into, if the fullest owner has so many bytes and an owner at
-    ``most`` so many units.
-
-    >>> bucket_count(100 << 20, 12, 32 << 20, None), bucket_count(1 << 20, 12, 32 << 20, None)
-    (4, 1)
-    """
-    if min_buckets is None:
-        min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
-    return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import pytest
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, bucket_count
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
-from dmuon.scheduler.traffic import bucket_count, traffic
+from dmuon.scheduler.traffic import traffic
 from dmuon.types import Layout
 
 H100 = ANALYTIC_DEVICES["h100"]
