@@ -39,7 +39,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112,
-    "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200,
+    "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_404_352,
 }  # fmt: skip
 # Published with an embedding of 257,216 rows, of which pi0 has the 257,152 that are used.
 PALIGEMMA_3B = 2_923_466_480 - (257_216 - 257_152) * 2048
