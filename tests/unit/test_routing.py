@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.catalogue import PRESETS, build
+from dmuon.catalogue import PRESETS, build  # noqa
 from dmuon.scheduler.select import REASONS, Member, _router, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
