@@ -41,9 +41,10 @@ _PRESETS = Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(json.loads(_PRESETS))
 OWN_FUNCTION = "--model module:function, a function that returns the model (on the meta device)"
 
-# Where a configuration does not say of what class its model is: what most are trained as, first.
+# Where a configuration does not say of what class its model is: the first that has it. Those with
+# an encoder come first, because many of their decoders can be trained alone, too.
 _TASKS = (
-    "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM",
+    "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM",
     "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
 )  # fmt: skip
 

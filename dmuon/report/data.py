@@ -612,7 +612,7 @@ def _memory_text(report: LoadBalanceReport) -> str:
     shown = {what: render.bytes_text(n) for what, n in sizes.items() if n is not None}
     told = ", ".join(f"{what} {size}".strip() for what, size in shown.items())
     held = not plan.layout.keeps_state_at_owners and len(state) > 1
-    told = f"state per rank: {told}" + ". It lies with the parameters, whoever owns" * held
+    told = f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
     if report.memory:
         parts = ", ".join(f"{what} {render.bytes_text(n)}" for what, n in report.memory)
         total = render.bytes_text(sum(n for _, n in report.memory))
@@ -661,7 +661,7 @@ def _rank_table(report: LoadBalanceReport) -> render.Table:
     def row(matrices: str, ranks: Sequence[RankLoad]) -> tuple[str, ...]:
         ms = sum(r.ms for r in ranks) / len(ranks)
         state = render.bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
-        deviation = render.percent(ms / bound - 1, "+.2%") if bound else ""
+        deviation = render.percent(ms / bound - 1, "+.2%") if bound and ms else ""
         cells = [matrices, report.ms_text(ms), deviation, state]
         if measured:
             found = sum(measured.loads_ms[r.rank] for r in ranks) / len(ranks)
@@ -750,22 +750,20 @@ def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
     """Heading, picture and caption: each rank in its place, or of many the loads of each node."""
     slots, loads, text = report.plan.topology.slots(), report.plan.loads_ms, report.ms_text
     if len(loads) <= render.MOST_SHOWN:
-        caption = "Predicted load by place; a row is a node. White is no load."
+        caption = "Predicted load by place; a row is a node."
         return "Load by place", render.mesh_picture(slots, loads), caption
     some = -(-len(slots) // (render.MOST_SHOWN // 2))  # nodes in a row
     rows = []
     for first in range(0, len(slots), some):
-        found = sorted(loads[r] for ranks in slots[first : first + some] for r in ranks)
         last = min(first + some, len(slots)) - 1
         name = f"{first}-{last}" if last > first else f"node {first}"
-        marks = [found[round(part * (len(found) - 1) / 4)] for part in range(5)]
-        told = f"{name}: {len(found)} ranks, {text(found[0])} to {text(found[-1])} ms"
-        rows.append((name, told, marks))
+        rows.append((name, [loads[r] for ranks in slots[first : last + 1] for r in ranks]))
     nodes = f"{some} nodes" if some > 1 else "a node"
     caption = (
-        f"Predicted loads of the owners; a row is {nodes}. Line: from the least to the largest, the "
-        "number beside it; box: the middle half; stroke: the median."
+        f"Predicted loads of the ranks; a row is {nodes}. The darker, the more of them have this "
+        "load; beside it the largest."
     )
+    caption += f" {len(report.idle)} of all {len(loads)} own nothing." if report.idle else ""
     return "Load by node", render.spread_picture(rows), caption
 
 
@@ -776,8 +774,9 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     ranks, steps = report.ranks, render.MOST_SHOWN // 2 - 1
     many = len(ranks) > render.MOST_SHOWN
     if many:
-        by_load = _by_load(report)
-        ranks = tuple(by_load[i * (len(ranks) - 1) // steps] for i in range(steps + 1))
+        by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
+        steps = min(steps, len(by_load) - 1)
+        ranks = tuple(by_load[i * (len(by_load) - 1) // max(steps, 1)] for i in range(steps + 1))
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
     bars = []
@@ -794,6 +793,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     caption = f"Predicted load; the vertical line is the {what} of {text(zero)} ms."
     if many:
         caption += f" {len(bars)} of {len(report.ranks)} ranks, from the busiest to the idlest."
+        caption += " Idle ones are left out." if report.idle else ""
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
     return render.loads_picture(bars, zero), caption

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -79,11 +79,11 @@ def bytes_text(count: float) -> str:
     >>> bytes_text(5), bytes_text(3 << 20)
     ('5 B', '3.0 MiB')
     """
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"
 
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
@@ -192,6 +192,7 @@ def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> Rich
 MOST_SHOWN = 64  # ranks that are drawn one by one
 _LINE = 16  # slots side by side
 _ROW = 18  # pixels from bar to bar
+_BINS = 20  # of a scale of loads
 _SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
 _NODE = 19.0  # percent of the width that the names of nodes take
@@ -206,8 +207,8 @@ def _escape(text: str) -> str:
 # The name and title of a rank; its milliseconds, None if it is idle; those that were measured,
 # drawn as a short stroke; and what is written beside it.
 Bar = tuple[str, str, float | None, float | None, str]
-# The name and title of some ranks; their least, lower quartile, median, upper quartile, largest ms.
-Spread = tuple[str, str, Sequence[float]]
+# The name of some ranks, and their milliseconds.
+Loads = tuple[str, Sequence[float]]
 
 
 def _axis(top: float, y: float) -> list[str]:
@@ -244,21 +245,20 @@ def loads_picture(bars: Sequence[Bar], bound: float) -> str:
     return _picture(height + 20, "load of each rank in milliseconds", [*parts, line])
 
 
-def spread_picture(rows: Sequence[Spread]) -> str:
-    """A row for some ranks: a line from the least load to the largest, the middle half as a box,
-    the median as a stroke."""
-    top = max(values[-1] for *_, values in rows) or 1.0
-    height, per_ms = len(rows) * _ROW, (_RIGHT - _LEFT) / top
+def spread_picture(rows: Sequence[Loads]) -> str:
+    """How the loads of the ranks of each row are spread: the darker a place on the scale, the more
+    of them are there; beside it the largest."""
+    top = max(max(loads) for _, loads in rows) or 1.0
+    height, wide = len(rows) * _ROW, (_RIGHT - _LEFT) / _BINS
     parts = _axis(top, height)
-    for i, (name, title, values) in enumerate(rows):
-        y, (least, low, middle, high, most) = i * _ROW, (_LEFT + v * per_ms for v in values)
-        parts += [
-            f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"),
-            _rect(least, y + _ROW / 2 - 1, max(most - least, 0.2), 2, 'class="more"'),
-            _rect(low, y + 4, max(high - low, 0.2), _ROW - 8, 'class="less"'),
-            _rect(middle - 0.25, y + 2, 0.5, _ROW - 4, 'class="measured"'),
-            _text(100, y + 13, f"{values[-1]:.4g}", "", "end") + "</g>",
-        ]
+    for i, (name, loads) in enumerate(rows):
+        y, found = i * _ROW, Counter(min(int(ms / top * _BINS), _BINS - 1) for ms in loads)
+        parts.append(f"<g>{_text(0, y + 13, name, 'dim')}")
+        for place, count in sorted(found.items()):
+            told = f"{count} of {len(loads)} ranks: {place * top / _BINS:.4g} ms and more"
+            cell = _LEFT + place * wide, y + 2, wide, _ROW - 3, f'fill="{_colour(count / len(loads))}"'
+            parts.append(f"<g><title>{told}</title>{_rect(*cell)}</g>")
+        parts.append(_text(100, y + 13, f"{max(loads):.4g}", "", "end") + "</g>")
     return _picture(height + 20, "loads of the ranks of each node in milliseconds", parts)
 
 
