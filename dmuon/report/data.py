@@ -35,7 +35,7 @@ _REPLAN_HOW = (
 )
 FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
-_OF_GROUP = ("algorithm", "lr", "weight_decay", "parameters")
+_OF_GROUP = ("group", "algorithm", "lr", "weight_decay")
 _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
 
 
@@ -132,15 +132,15 @@ class LoadBalanceReport:
     training steps.
 
     As far as they are known: the ``model``'s name, the ``source`` of its sizes, the bytes of the
-    fullest rank by purpose (``memory``), and the optimizer's param ``groups``: (algorithm, learning
-    rate, weight decay, number of parameters)."""
+    fullest rank by purpose (``memory``), and the optimizer's param ``groups``: (number, algorithm,
+    learning rate, weight decay)."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
     model: str = ""
     source: str = ""
     memory: tuple[tuple[str, int], ...] = ()
-    groups: tuple[tuple[str, float, float, int], ...] = ()
+    groups: tuple[tuple[int, str, float, float], ...] = ()
 
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
@@ -629,9 +629,8 @@ def _parameters_text(report: LoadBalanceReport) -> str:
         if found
     )
     return told + "".join(
-        f"; group {number}: {algorithm}, lr {lr:g}, weight decay {decay:g}, "
-        + count_text(count, "parameter")
-        for number, (algorithm, lr, decay, count) in enumerate(report.groups)
+        f"; group {number} by {algorithm}: lr {lr:g}, weight decay {decay:g}"
+        for number, algorithm, lr, decay in report.groups
     )
 
 

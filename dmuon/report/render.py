@@ -214,7 +214,7 @@ Loads = tuple[str, Sequence[float]]
 def _axis(top: float, y: float) -> list[str]:
     """A scale from 0 ms on, with a few round numbers."""
     step = 10.0 ** math.floor(math.log10(top))
-    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 5)
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s < 6)
     parts = []
     for i in range(int(top / step * (1 + 1e-9)) + 1):
         x = _LEFT + i * step / top * (_RIGHT - _LEFT)
