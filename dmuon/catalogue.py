@@ -101,14 +101,14 @@ def _skeleton(preset: Mapping[str, Any]) -> nn.Module:
     return root
 
 
-def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[type[nn.Module], type]:
+def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
     """The classes of the model and of its configuration."""
     names, kind = config.get("architectures") or [], config.get("model_type")
     here = f"transformers {transformers.__version__}"
     remote = " (its own code, auto_map, is not run)" if "auto_map" in config else ""
     if names:
         name = names[0] if isinstance(names, list) else names
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
             raise PlanError(
                 f"{here} has no model {name!r}, which 'architectures' names{remote}: install a "
@@ -159,7 +159,7 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
             made, settings = _class_of(config, transformers)
             given = {key: value for key, value in config.items() if key not in left_out}
             with torch.device("meta"):
-                model: nn.Module = made(settings.from_dict(given))  # type: ignore[attr-defined]
+                model: nn.Module = made(settings.from_dict(given))
             return model.to(wanted)
     except PlanError:
         raise

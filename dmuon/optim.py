@@ -616,11 +616,12 @@ class Muon(Optimizer):
         found, groups = self.ownership.report(), []
         for n, (group, by) in enumerate(zip(self.param_groups, self._run.groups.algorithms)):
             lr, decay = float(group["lr"]), float(group["weight_decay"])
-            if Algorithm.MUON in by:
+            if "muon" in by:
                 groups.append((n, "muon", lr, decay))
-            if Algorithm.ADAMW in by:
-                own = group.get("adamw_weight_decay", decay)
-                groups.append((n, "adamw", lr * group.get("adamw_lr_ratio", 1.0), own))
+            if "adamw" in by:
+                own = group.get("adamw_weight_decay")
+                lr *= group.get("adamw_lr_ratio", 1.0)
+                groups.append((n, "adamw", lr, decay if own is None else float(own)))
         return replace(found, groups=tuple(groups))
 
     def synchronize(self) -> None:

@@ -79,12 +79,13 @@ def preset(source: str, model: nn.Module) -> dict[str, Any]:
 
 
 def text(presets: dict[str, Any]) -> str:
-    """JSON with a row on a line."""
+    """JSON with a block on a line."""
     parts = []
     for name, found in presets.items():
-        listed = ",\n  ".join(json.dumps(row) for row in found["parameters"])
+        blocks = groupby(found["parameters"], lambda row: row[0].rpartition("}")[0])
+        listed = ",\n  ".join(", ".join(map(json.dumps, rows)) for _, rows in blocks)
         others = "".join(
-            f'{json.dumps(key)}: {json.dumps(value)},\n  '
+            f"{json.dumps(key)}: {json.dumps(value)},\n  "
             for key, value in found.items()
             if key != "parameters"
         )

@@ -292,7 +292,7 @@ class LoadBalanceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""
-        plan, state = self.plan, self.plan.state_bytes
+        plan, state, cap = self.plan, self.plan.state_bytes, self.plan.limits.memory_bytes
         search = asdict(plan.search)
         alternatives = dict(search.pop("alternatives"))
         of_report = ("makespan_ms", "lower_bound_ms", "gap", "imbalance")
@@ -320,8 +320,7 @@ class LoadBalanceReport:
             "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
-            "memory": memory
-            | {"cap": plan.limits.memory_bytes, "fullest_rank": dict(self.memory)},
+            "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
             "contention": self.contention and {k: asdict(c) for k, c in self.contention.items()},
             "shapes": [asdict(shape) for shape in self.shapes],
@@ -747,7 +746,7 @@ def _page(report: LoadBalanceReport) -> str:
 
 def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
     """Heading, picture and caption: each rank in its place, or of many the loads of each node."""
-    slots, loads, text = report.plan.topology.slots(), report.plan.loads_ms, report.ms_text
+    slots, loads = report.plan.topology.slots(), report.plan.loads_ms
     if len(loads) <= render.MOST_SHOWN:
         caption = "Predicted load by place; a row is a node."
         return "Load by place", render.mesh_picture(slots, loads), caption

@@ -256,8 +256,9 @@ def spread_picture(rows: Sequence[Loads]) -> str:
         parts.append(f"<g>{_text(0, y + 13, name, 'dim')}")
         for place, count in sorted(found.items()):
             told = f"{count} of {len(loads)} ranks: {place * top / _BINS:.4g} ms and more"
-            cell = _LEFT + place * wide, y + 2, wide, _ROW - 3, f'fill="{_colour(count / len(loads))}"'
-            parts.append(f"<g><title>{told}</title>{_rect(*cell)}</g>")
+            look = f'fill="{_colour(count / len(loads))}"'
+            cell = _rect(_LEFT + place * wide, y + 2, wide, _ROW - 3, look)
+            parts.append(f"<g><title>{told}</title>{cell}</g>")
         parts.append(_text(100, y + 13, f"{max(loads):.4g}", "", "end") + "</g>")
     return _picture(height + 20, "loads of the ranks of each node in milliseconds", parts)
 

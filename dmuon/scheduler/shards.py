@@ -315,7 +315,8 @@ def evenly_sharded(
             step = -(-size[dim] // parts)
             start = min(size[dim], number * step)
             offset[dim], size[dim] = offset[dim] + start, min(step, size[dim] - start)
-        return LocalShard(every, (replica,) if count < world else (), Box(tuple(offset), tuple(size)))
+        along = (replica,) if count < world else ()
+        return LocalShard(every, along, Box(tuple(offset), tuple(size)))
 
     order = sorted(range(len(cuts)), key=cuts.__getitem__)  # axes that replicate first
     ranks = np.arange(world).reshape(topology.shape).transpose(order).reshape(-1, count)

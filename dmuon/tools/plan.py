@@ -26,7 +26,7 @@ from dmuon.types import Layout, PlanError
 
 if TYPE_CHECKING:  # a function that plans imports what it needs: --help does without torch
     from dmuon.report.data import LoadBalanceReport
-    from dmuon.scheduler.plan import OwnershipPlan, Unit
+    from dmuon.scheduler.plan import OwnershipPlan
     from dmuon.scheduler.shards import ShardMap
 
 COMPARED = ("round_robin", "greedy", "milp")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
-    axes = "names of the mesh's axes (default: node,gpu); one called replicate does not shard (HSDP)"
+    axes = "names of the mesh's axes (default: node,gpu); one called replicate is HSDP's"
     add("--axes", metavar="A,B", help=axes)
     add("--layout", choices=LAYOUTS, default="sharded", help="as trained (default: %(default)s)")
     experts = "ranks of expert parallelism: the innermost ones, over which stacks are cut first"
@@ -176,11 +176,12 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
     shards = evenly_sharded(specs, topology, args.ep, whole=layout is not Layout.SHARDED)
     # Where owners keep momentum any rank may own any matrix.
     limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
-    how = {"layout": layout, "options": options, "limits": limits}
 
     def planned(solver: str) -> OwnershipPlan:
         try:
-            return solve(specs, topology, costs, solver=solver, **how)
+            return solve(
+                specs, topology, costs, layout=layout, solver=solver, options=options, limits=limits
+            )
         except PlanError as error:  # in the words of the command line
             told = re.sub(r"PlannerOptions\(owner_memory_bytes=\.\.\.\)", "--memory", str(error))
             raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
@@ -192,8 +193,8 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     """Bytes on one rank by purpose, activations aside. ``shards`` are those of `evenly_sharded`.
 
     Gradients are those of a step, in the dtypes of the parameters; state is in them, too. Buffers
-    are what a step keeps on an accelerator ("step_bytes" of `Muon.stats`), with operands of two
-    bytes. In `dedicated`, FSDP2 shards what has no owner.
+    ("operands" to "assembly" in the "step_bytes" of `Muon.stats`) and Newton-Schulz are what a step
+    keeps, in two bytes an element. In `dedicated`, FSDP2 shards what has no owner.
     """
     from dmuon.scheduler.plan import units_of
     from dmuon.scheduler.specs import ITEM_SIZE
@@ -209,16 +210,16 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     weights = adamw + (owned if layout is Layout.DEDICATED else muon)
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
     state = owned if layout.keeps_state_at_owners else muon
-    units = [unit for unit in units_of(plan, [0] * len(specs.matrices)) if unit.owner == rank]
+    shapes = [u.shape for u in units_of(plan, [0] * len(specs.matrices)) if u.owner == rank]
     # `Orthogonalizer`: the next X, and four squares of the short side.
-    workspace = max((2 * u.numel + 8 * u.shape[0] * min(u.shape[1:]) ** 2 for u in units), default=0)
+    workspace = max((2 * b * m * n + 8 * b * min(m, n) ** 2 for b, m, n in shapes), default=0)
     if layout.keeps_state_at_owners:  # updates of all matrices, but where weights are published
         buffers = 2 * sum(m.numel for m in specs.matrices) * (layout is Layout.REDUCED)
     else:
         buffers = _pipeline_bytes(plan, shards, rank)
     return {
         "weights": weights + frozen, "gradients": adamw + state, "momentum": state,
-        "AdamW state": 2 * adamw, "buffers": workspace + buffers,
+        "AdamW state": 2 * adamw, "buffers": buffers, "Newton-Schulz": workspace,
     }  # fmt: skip
 
 
@@ -237,8 +238,13 @@ def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
     travelling = [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
     transport, like = Transport(), torch.empty(0, dtype=torch.bfloat16, device="meta")
     transport.rank, transport.world = rank, shards.world
-    made = Pipeline(shards, units, travelling, transport, Counter(), ShardedOptions(), like)
-    return sum(made.nbytes.values())
+    # A CPU keeps all operands that a rank holds.
+    keeps = plan.topology.device_type == "cpu"
+    held = [shards.shard(rank, i).box.numel for i in plan.specs.muon_parameters()] if keeps else []
+    memory = like.new_empty if keeps else None
+    how = transport, Counter[str](), ShardedOptions(), like
+    made = Pipeline(shards, units, travelling, *how, memory=memory)
+    return sum(made.nbytes.values()) + like.itemsize * sum(held)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -343,8 +349,10 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text, with colours in a terminal."""
     from dmuon.report.render import WIDTH, grid, percent, printed
 
-    numbers = dict.fromkeys(("makespan_ms", "lower_bound_ms"), "{:.3f}".format)
-    numbers |= {"gap": percent, "imbalance": percent, "seconds": "{:.2f}".format}
+    numbers: dict[str, Callable[[float], str]] = {
+        "makespan_ms": "{:.3f}".format, "lower_bound_ms": "{:.3f}".format, "gap": percent,
+        "imbalance": percent, "seconds": "{:.2f}".format,
+    }  # fmt: skip
     headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
     table = grid(headings, ("solver", "status"))
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)

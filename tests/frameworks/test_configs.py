@@ -50,7 +50,10 @@ EVERYWHERE = {
     r"(^|\.)(bias|\w+_bias)$|norm\w*\.weight$": ADAMW,
 }
 HAVE = {
-    "gpt-oss-20b": {"model.layers.0.self_attn.sinks": ADAMW, "model.layers.0.mlp.router.weight": MUON},
+    "gpt-oss-20b": {
+        "model.layers.0.self_attn.sinks": ADAMW,
+        "model.layers.0.mlp.router.weight": MUON,
+    },
     "qwen3-next-80b-a3b": {"model.layers.0.mlp.shared_expert_gate.weight": ADAMW},
     "whisper-large-v3": {"model.encoder.conv2.weight": MUON},
     "t5-base": {"encoder.block.0.layer.0.SelfAttention.q.weight": MUON},
@@ -168,7 +171,9 @@ _VALUES = st.one_of(
 
 
 @settings(max_examples=40, deadline=None)
-@given(kind=st.sampled_from(("llama", "qwen3_moe", "gpt_oss", "jamba", "t5", "vit")), data=st.data())
+@given(
+    kind=st.sampled_from(("llama", "qwen3_moe", "gpt_oss", "jamba", "t5", "vit")), data=st.data()
+)
 def test_whatever_a_configuration_holds_there_is_a_model_or_a_clear_error(kind, data):
     config = SMALL | {"model_type": kind, "num_experts": 4, "d_model": 16, "head_dim": 8}
     for key in data.draw(st.lists(st.sampled_from(sorted(config.keys() - {"model_type"})))):

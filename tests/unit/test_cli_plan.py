@@ -334,7 +334,10 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         (["--verify", "gone.json", "--model", "gpt2"], "not allowed with"),
         ([*GPT2, "--frobnicate"], "--frobnicate"),
         ([*GPT2, "--layout", "auto"], "invalid choice: 'auto'"),
-        ([*GPT2, "--layout", "dedicated", "--co-owners", "2"], "--co-owners is for --layout sharded"),
+        (
+            [*GPT2, "--layout", "dedicated", "--co-owners", "2"],
+            "--co-owners is for --layout sharded",
+        ),
         ([*GPT2, "--layout", "replicated", "--ep", "2"], "--ep is for --layout sharded"),
         ([*GPT2, "--ep", "2"], "found stacks of no items"),
         (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "3"], "found stacks of [128] items"),

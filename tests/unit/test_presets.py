@@ -21,8 +21,8 @@ from dmuon.types import Algorithm, DmuonError, PlanError, SelectionError
 MUON, ADAMW = Algorithm.MUON, Algorithm.ADAMW
 DOCS = Path(__file__).parents[2] / "docs" / "plan-command.md"
 
-# Elements of the published weights, tied weights once. DeepSeek-V3 without multi-token prediction and
-# the biases of its routers, which are buffers.
+# Elements of the published weights, tied weights once. DeepSeek-V3 without multi-token prediction,
+# and without the biases of its routers, which are buffers.
 PUBLISHED = {
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
@@ -93,7 +93,12 @@ def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
 
 
 def test_rows_repeat_block_by_block():
-    rows = [["a", "", [1]], ["h.{2..3}.b", "", [2]], ["h.{2..3}.c", "", [3]], ["h.{4..4}.b", "", [4]]]
+    rows = [
+        ["a", "", [1]],
+        ["h.{2..3}.b", "", [2]],
+        ["h.{2..3}.c", "", [3]],
+        ["h.{4..4}.b", "", [4]],
+    ]
     found = [name for name, *_ in rows_of(rows)]
     assert found == ["a", "h.2.b", "h.2.c", "h.3.b", "h.3.c", "h.4.b"]
 

@@ -336,7 +336,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     assert build_report(plan).to_dict()["measured"] is None
 
 
-@pytest.mark.parametrize(("world", "measured"), [(16, False), (16, True), (17, True), (1000, False)])
+@pytest.mark.parametrize(("world", "measured"), [(16, False), (16, True), (17, True), (999, False)])
 def test_each_rank_is_shown_up_to_16_then_the_busiest_and_the_idlest(world, measured):
     plan = taking_turns(TinyGPT(blocks=30), world)
     # No two are alike.
@@ -553,12 +553,18 @@ def test_bars_begin_at_zero_so_that_a_small_difference_is_small(tmp_path):
         assert title == f"rank {rank}: {loads[rank]:.3f} ms"
         assert texts == [f"rank {rank}", "+0.50%" if rank % 2 else "0.00%"]
         assert size(rects[0], "x") == 20 and rects[0].get("class") == "less"
-        assert sum(size(r, "width") for r in rects) == pytest.approx(62 * loads[rank] / 10.05, abs=0.1)
+        assert sum(size(r, "width") for r in rects) == pytest.approx(
+            62 * loads[rank] / 10.05, abs=0.1
+        )
         assert [r.get("class") for r in rects[1:]] == ["more"] * (rank % 2)
     axis = [t.text for t in next(parsed(text).iter("svg")).findall("text")]
     assert axis == ["0", "2", "4", "6", "8", "10", "ms"]
     mixed, _ = pictures(page(loads_report([9.0, 10.5, 0.0], 10.0), tmp_path))
-    assert [[r.get("class") for r in rects] for _, rects, _ in mixed] == [["less"], ["less", "more"], []]
+    assert [[r.get("class") for r in rects] for _, rects, _ in mixed] == [
+        ["less"],
+        ["less", "more"],
+        [],
+    ]
     assert mixed[2][2] == ["rank 2", "idle"]
 
 
