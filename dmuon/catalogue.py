@@ -109,7 +109,8 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
     if names:
         name = names[0] if isinstance(names, list) else names
         found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if not is_model:
             raise PlanError(
                 f"{here} has no model {name!r}, which 'architectures' names{remote}: install a "
                 f"version that has it, or pass {OWN_FUNCTION}"

@@ -210,21 +210,26 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     weights = adamw + (owned if layout is Layout.DEDICATED else muon)
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
     state = owned if layout.keeps_state_at_owners else muon
-    shapes = [u.shape for u in units_of(plan, [0] * len(specs.matrices)) if u.owner == rank]
-    # `Orthogonalizer`: the next X, and four squares of the short side.
-    workspace = max((2 * b * m * n + 8 * b * min(m, n) ** 2 for b, m, n in shapes), default=0)
-    if layout.keeps_state_at_owners:  # updates of all matrices, but where weights are published
-        buffers = 2 * sum(m.numel for m in specs.matrices) * (layout is Layout.REDUCED)
-    else:
-        buffers = _pipeline_bytes(plan, shards, rank)
+    kept = {"buffers": 0, "Newton-Schulz": 0}
+    if not layout.keeps_state_at_owners:
+        kept["buffers"] = _pipeline_bytes(plan, shards, rank)
+    elif layout is Layout.REDUCED:  # updates of all matrices
+        kept["buffers"] = 2 * sum(m.numel for m in specs.matrices)
+    for unit in units_of(plan, [0] * len(specs.matrices)):
+        if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
+            b, m, n = unit.shape
+            more = m * n * (1 + shards.is_local(unit.matrices[0]))
+            numel = b * (more + 4 * min(m, n) ** 2)
+            kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {
         "weights": weights + frozen, "gradients": adamw + state, "momentum": state,
-        "AdamW state": 2 * adamw, "buffers": buffers, "Newton-Schulz": workspace,
+        "AdamW state": 2 * adamw, **kept,
     }  # fmt: skip
 
 
 def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
-    """The buffers of `Pipeline` on one rank, which is made on the meta device."""
+    """The buffers of `Pipeline` on one rank, which is made on the meta device; on a
+    CPU, of all its operands too, which stay there."""
     from collections import Counter
 
     import torch
@@ -235,16 +240,23 @@ def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
     from dmuon.scheduler.plan import units_of
 
     units = units_of(plan, [0] * len(plan.specs.matrices))
-    travelling = [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
+    local = [shards.is_local(unit.matrices[0]) for unit in units]
     transport, like = Transport(), torch.empty(0, dtype=torch.bfloat16, device="meta")
     transport.rank, transport.world = rank, shards.world
-    # A CPU keeps all operands that a rank holds.
-    keeps = plan.topology.device_type == "cpu"
-    held = [shards.shard(rank, i).box.numel for i in plan.specs.muon_parameters()] if keeps else []
-    memory = like.new_empty if keeps else None
+    operands: list[int] = []
+
+    def memory(numel: int) -> torch.Tensor:
+        operands.append(numel)
+        return like.new_empty(numel)
+
+    is_cpu = plan.topology.device_type == "cpu"
+    if is_cpu:
+        mine = zip(units, local, strict=True)
+        operands += [unit.numel for unit, alone in mine if alone and unit.owner == rank]
+    travelling = [u for u, alone in enumerate(local) if not alone]
     how = transport, Counter[str](), ShardedOptions(), like
-    made = Pipeline(shards, units, travelling, *how, memory=memory)
-    return sum(made.nbytes.values()) + like.itemsize * sum(held)
+    made = Pipeline(shards, units, travelling, *how, memory=memory if is_cpu else None)
+    return sum(made.nbytes.values()) + like.itemsize * sum(operands)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""A plan saved from a model's configuration is what its transformers model runs, in every layout."""
+"""A plan saved from a configuration is what its transformers model runs, in every layout."""
 
 from __future__ import annotations
 
