@@ -25,6 +25,7 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
 from dmuon.scheduler.topology import Contention, contention, natural_key
+from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
@@ -320,6 +321,7 @@ class LoadBalanceReport:
             "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
+            "traffic": traffic(plan).to_dict(),
             "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
             "contention": self.contention and {k: asdict(c) for k, c in self.contention.items()},
@@ -493,6 +495,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
+        "traffic": str(traffic(plan)),
         "memory": _memory_text(report),
         "parameters": _parameters_text(report),
     }

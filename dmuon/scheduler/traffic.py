@@ -104,8 +104,9 @@ class Traffic:
                 continue
             across = np.sum([flow.across[0] for flow in flows], 0)
             sent = across + np.sum([flow.inside[0] for flow in flows], 0)
-            text = f"{_size(sent.mean())} a rank in {'a ' * (when == 'step')}{when}"
-            text += f" (most {_size(sent.max())}, to other nodes {_size(across.max())})"
+            mean, most, over = map(_size, (sent.mean(), sent.max(), across.max()))
+            text = f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
+            text += f" ({f'at most {most}, ' * (mean != most)}{over} to other nodes)"
             if self.device is not None:
                 text += f", {sum(flow.ms(self.device) for flow in flows):.3g} ms of links"
                 hidden = f", hidden behind the model's {when}"

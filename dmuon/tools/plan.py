@@ -77,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("planning").add_argument
     table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
     add("--costs", default="analytic:h200", help=table)
+    nic = "400Gb/node or 400Gb/gpu: a node's network card (default: the device's usual one)"
+    add("--nic", metavar="RATE", help=nic)
     shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
     add("--co-owners", type=_co_owners, metavar="auto|off|2|4|8", help=shared)
     add("--solver", help="auto (default), milp, greedy or round_robin")
@@ -172,6 +174,7 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
     }  # fmt: skip
     options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})
     costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)
+    costs = costs if args.nic is None else costs.on_network(args.nic, ranks_per_node)
     specs = model_specs(args.model, args.dtype, splits=dict(args.splits), heads=dict(args.heads))
     shards = evenly_sharded(specs, topology, args.ep, whole=layout is not Layout.SHARDED)
     # Where owners keep momentum any rank may own any matrix.

@@ -23,6 +23,7 @@ from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
+from dmuon.scheduler.traffic import traffic
 from dmuon.tools.plan import COMPARED, LAYOUTS, memory_bytes, memory_of, mesh_shape
 from dmuon.types import Layout, PlanError
 from tests.unit.models import sealed
@@ -414,3 +415,24 @@ def test_the_command_runs_as_a_module():
     out, err = start("plan", "--help").communicate()
     assert err == b""
     assert b"--mesh" in out and all(name in out.decode() for name in PRESETS)
+
+
+def test_the_report_tells_traffic_over_the_network_card_that_is_named(capsys, tmp_path):
+    command = ["plan", "--model", "llama3-8b", "--mesh", "4x8", "--costs", "analytic:h100"]
+    found = {}
+    for nic in ("400Gb/gpu", "400Gb/node"):
+        saved = tmp_path / "plan.json"
+        assert main([*command, "--nic", nic, "--json", "-", "--save", str(saved)]) == 0
+        data = json.loads(capsys.readouterr().out)
+        found[nic] = data["traffic"]
+        assert data["costs"] == f"analytic:h100, nic {nic}" and data["certificate"]["proven"]
+        plan = OwnershipPlan.from_json(saved.read_text())
+        assert traffic(plan).to_dict() == data["traffic"], "a saved plan tells it, too"
+    slow, fast = found["400Gb/node"], found["400Gb/gpu"]
+    assert slow["ms"] == pytest.approx(8 * fast["ms"]) and slow["exposed_ms"] > fast["exposed_ms"]
+    assert slow["flows"][0]["bytes"] == fast["flows"][0]["bytes"]
+    assert main(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.5 ms of links" in text
+    assert main([*command, "--nic", "fast"]) == 2
+    assert "'fast' is no network card" in capsys.readouterr().err

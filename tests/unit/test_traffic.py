@@ -108,7 +108,7 @@ def test_time_is_that_of_the_slower_link_and_what_newton_schulz_does_not_hide_sh
     assert told["hidden_ms"] + told["exposed_ms"] == pytest.approx(told["ms"])
     assert [flow["purpose"] for flow in told["flows"]] == ["gather", "scatter"]
     assert told["flows"][0]["across"]["max"] == flows[0].across[0].max()
-    text = "806.0 MiB a rank in a step (most 806.0 MiB, to other nodes 624.0 MiB), 14.5 ms of links"
+    text = "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.5 ms of links"
     assert str(found) == f"{text}: 1.82 ms exposed, the rest hidden behind Newton-Schulz"
     unknown = traffic(replace(plan, cost_source="mine"))
     assert unknown.ms is unknown.exposed_ms is None and "of links" not in str(unknown)
