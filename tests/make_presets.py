@@ -79,18 +79,12 @@ def preset(source: str, model: nn.Module) -> dict[str, Any]:
 
 
 def text(presets: dict[str, Any]) -> str:
-    """JSON with a block on a line."""
-    parts = []
+    """JSON with two lines a preset."""
+    lines = []
     for name, found in presets.items():
-        blocks = groupby(found["parameters"], lambda row: row[0].rpartition("}")[0])
-        listed = ",\n  ".join(", ".join(map(json.dumps, rows)) for _, rows in blocks)
-        others = "".join(
-            f"{json.dumps(key)}: {json.dumps(value)},\n  "
-            for key, value in found.items()
-            if key != "parameters"
-        )
-        parts.append(f'{json.dumps(name)}: {{\n  {others}"parameters": [\n  {listed}\n  ]}}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        head = json.dumps({key: found[key] for key in found if key != "parameters"})[1:-1]
+        lines.append(f'"{name}": {{{head},\n "parameters": {json.dumps(found["parameters"])}}}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def made() -> dict[str, Any]:

