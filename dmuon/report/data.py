@@ -528,8 +528,13 @@ def _traffic_text(report: LoadBalanceReport) -> str:
         across = sum(flow.across[0] for flow in flows)
         sent = across + sum(flow.inside[0] for flow in flows)
         mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
-        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * across.any()
-        text = f"a rank sends {mean} in {when}" + f" ({', '.join(details)})" * bool(details)
+        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * bool(
+            across.any()
+        )
+        text = (
+            f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
+            + f" ({', '.join(details)})" * bool(details)
+        )
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         if when == "step" and found.exposed_ms is not None:
