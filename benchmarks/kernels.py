@@ -41,7 +41,7 @@ from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import default_restarts, fixed_choice, fixed_speeds, multiplications
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.scheduler.costs import CostTable, nearest_device
 from dmuon.scheduler.specs import dtype_name
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
@@ -266,7 +266,7 @@ def tune(
     deadline = time.perf_counter() + budget_s
     device = rows.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    prices = ANALYTIC_DEVICES[analytic_class(device.type, gpu)]
+    prices = nearest_device(device.type, gpu)
     pace = measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS))
     timer = measure.OwnerTimer(device, dtype, momentum=False)
 

@@ -51,7 +51,7 @@ from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, measured_slices
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
-from dmuon.scheduler.costs import CostTable, Link, resolve_costs
+from dmuon.scheduler.costs import CostTable, Link, analytic_class, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
@@ -162,8 +162,8 @@ def dedicate_params(
         heads: name pattern -> number of equal pieces; each is a matrix.
         costs: "measured" chooses kernels on the first rank and times each shape with them on all
             ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
-            in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost
-            table, or a `CostTable`.
+            in a cache), "analytic" estimates it for this device, "analytic:<device>" for another
+            (docs/costs.md); or the path of a cost table, or a `CostTable`.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
         kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
@@ -459,10 +459,16 @@ def _inspect(
     elif layout is not Layout.REDUCED:
         rank = dist.get_rank() if process_groups.is_initialized() else 0
         held = RankShards.of(rank, [dtensors.local_shard(n, p, rank) for n, p in named])
-    return _Found(
+    found = _Found(
         given, request, transport, [p for _, p in named], layout,
         request.options or _OPTIONS[layout](), specs, mesh, held, request.planner, request.plan,
     )  # fmt: skip
+    if request.costs == "analytic" and request.plan is None:
+        # The ranks compare this: of different devices none is the one to plan for.
+        name = devices.of(found.device).name()
+        costs = f"analytic:{analytic_class(found.device.type, name)}"
+        found.request = replace(request, costs=costs)
+    return found
 
 
 def _layout(request: Request, given: Given) -> Layout:

@@ -214,8 +214,7 @@ class Meta(Device):
 
 
 TYPES: dict[str, type[Device]] = {"cpu": Cpu, GPU: Cuda, "mps": Mps, "hpu": Gaudi, "meta": Meta}
-"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"; without
-measurements it is priced as `analytic_class` says."""
+"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
 
 
 def of(device: torch.device | str) -> Device:

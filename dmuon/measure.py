@@ -54,6 +54,7 @@ _MIN_TIMES = 5  # medians are of at least so many, where that is quick
 _FEW_PASSES = 2  # where it is not
 _STABLE = 0.05  # of the median, between the quartiles
 _PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
+_EXCHANGE_SHARE = 0.1  # of the budget may go into exchanges, but for the small ones
 _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
 _CALL_MS, _CALL_SHARE = 0.1, 0.05  # of a call, which a larger batch saves on a CPU
@@ -565,7 +566,7 @@ class _Session:
     ) -> None:
         """A collective call: ranks agree on dtype, speeds (for matrices with these ``keys``) and
         backends. ``fresh`` ignores the cache."""
-        self.transport, self._budget_s = transport, options.profile_budget_s
+        self.transport, self.budget_s = transport, options.profile_budget_s
         given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
         self._folder = None if given is None else os.fspath(given)
         own = devices.of(device)
@@ -584,7 +585,7 @@ class _Session:
         self.ns_dtype, self.speeds = choosing.common_choice(found, device)
         reasons = [reason for *_, reason in ranks]
         self.kernels = kernels = self._runnable(kernels, reasons, len(found) > 1)
-        row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
+        row = costs.nearest_device(device.type, name)
         self.sharing = 1
         if own.is_cpu:
             self.sharing = sum(rank[0] == host for rank in ranks)
@@ -642,7 +643,7 @@ class _Session:
         lacking = [case for case in names if any(case not in times for times in by_rank)]
 
         def measure() -> dict[Case, float]:
-            timer, pace, budget_s = make(), Pace(model, cached), self._budget_s
+            timer, pace, budget_s = make(), Pace(model, cached), self.budget_s
             deadline, enough_ms = pace.clock() + budget_s, 1e3 * _PRICES_SHARE * budget_s
             # What takes long enough to be shown is run so many times.
             with torch.no_grad(), self.progress.of(title, _FEW_PASSES * len(lacking)) as shown:
@@ -795,7 +796,8 @@ def measured_slices(
     shared = replace(
         table,
         slices=slices,
-        links=_links(session, groups, device),
+        # Half a square, in float32 at most.
+        links=_links(session, groups, device, 2 * max(min(key[:2]) for key in keys) ** 2),
         ns_item=dtype.itemsize,
         sum_item=SUM_DTYPE.get(dtype, dtype).itemsize,
         contention=session.exchanged(contention)[0],
@@ -804,45 +806,61 @@ def measured_slices(
     return shared
 
 
-_EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
+_EXCHANGED = (1 << 12, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes that a rank sends
+_ALWAYS = 3  # of them; larger ones where such are used, and as long as the budget lasts
 
 
 def _links(
-    session: _Session, groups: Mapping[int, Transport | None], device: torch.device
+    session: _Session, groups: Mapping[int, Transport | None], device: torch.device, most: int
 ) -> dict[int, Link]:
-    """The speed of exchanges in the slowest group, by the number of co-owners."""
-    by_rank = session.exchanged(
-        lambda: {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
-    )
-    each = {k: [ms[k] for ms in by_rank if k in ms] for k in groups}
-    return {k: _fitted(np.max(ms, axis=0).tolist(), k - 1) for k, ms in each.items() if ms}
+    """The speed of exchanges in the slowest group, by the number of co-owners; ``most`` bytes are
+    what a rank sends in one."""
+    found: dict[int, list[float]] = defaultdict(list)
+    sizes, left_ms = list[int](), 1e3 * _EXCHANGE_SHARE * session.budget_s
+    for number, nbytes in enumerate(_EXCHANGED):
+        runs = 2 * PASSES if number < _ALWAYS else _MIN_TIMES + 1
+        # By the times of all ranks, so that all go on, or none.
+        late = number and sum(ms[-1] for ms in found.values()) * runs * nbytes / sizes[-1] > left_ms
+        if number >= _ALWAYS and (sizes[-1] >= most or late):
+            break
+        by_rank = session.exchanged(partial(_exchange_ms, groups, device, nbytes, runs))
+        for k in groups:
+            if slowest := [ms[k] for ms in by_rank if k in ms]:
+                found[k].append(max(slowest))
+                left_ms -= runs * found[k][-1]
+        sizes.append(nbytes)
+    return {k: _fitted(ms, sizes) for k, ms in found.items()}
 
 
-def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
-    """Milliseconds of an exchange of `_EXCHANGED` bytes."""
-    found = []
-    for nbytes in _EXCHANGED:
-        sent = torch.zeros(group.world * nbytes, dtype=torch.uint8, device=device)
-        came, splits, times = torch.empty_like(sent), [nbytes] * group.world, []
-        for _ in range(2 * PASSES):
+def _exchange_ms(
+    groups: Mapping[int, Transport | None], device: torch.device, nbytes: int, runs: int
+) -> dict[int, float]:
+    """Mean milliseconds of an exchange of so many bytes a rank, in each group of this rank's."""
+    found = {}
+    for k, group in groups.items():
+        if group is None:
+            continue
+        splits, times = [nbytes // (group.world - 1)] * group.world, []
+        sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+        came = torch.empty_like(sent)
+        for _ in range(runs):
             watch = Stopwatch(device)
             watch.start()
             group.all_to_all(came, sent, splits, splits, tag="measuring").wait()
             watch.stop()
             times.append(watch.milliseconds())
-        found.append(statistics.fmean(times[1:]))  # a median would forget the tail, which counts
+        found[k] = statistics.fmean(times[1:])  # a median would forget the tail, which counts
     return found
 
 
-def _fitted(ms: Sequence[float], others: int) -> Link:
-    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with so many other ranks, by a
-    least-squares fit of relative errors.
+def _fitted(ms: Sequence[float], sizes: Sequence[int]) -> Link:
+    """Latency and bandwidth of exchanges of these sizes, by a least-squares fit of relative errors.
 
-    >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], 1)
+    >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], _EXCHANGED)
     >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
     (0.5, 1000.0)
     """
-    slope, latency = np.polyfit(np.array(_EXCHANGED) * others, ms, 1, w=1 / np.array(ms))
+    slope, latency = np.polyfit(np.array(sizes), ms, 1, w=1 / np.array(ms))
     return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
 
 

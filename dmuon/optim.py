@@ -619,7 +619,16 @@ class Muon(Optimizer):
     def report(self) -> LoadBalanceReport:
         """The load-balance report of the ownership, after a few steps with measured times beside
         the predicted ones. A collective call where nothing is planned yet."""
-        return self.ownership.report()
+        found, groups = self.ownership.report(), []
+        for n, (group, by) in enumerate(zip(self.param_groups, self._run.groups.algorithms)):
+            lr, decay = float(group["lr"]), float(group["weight_decay"])
+            if "muon" in by:
+                groups.append((n, "muon", lr, decay))
+            if "adamw" in by:
+                own = group.get("adamw_weight_decay")
+                lr *= group.get("adamw_lr_ratio", 1.0)
+                groups.append((n, "adamw", lr, decay if own is None else float(own)))
+        return replace(found, groups=tuple(groups))
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its published value. No collective is issued."""

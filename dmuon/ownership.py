@@ -122,7 +122,9 @@ class Ownership:
         also measured beside predicted times. No collective call: any rank may ask alone."""
         from dmuon.report.data import build_report  # not at import: it loads rich
 
-        return build_report(self.plan, self.telemetry.measured_ms())
+        model = self._model()
+        name = "" if model is None else type(model).__name__
+        return build_report(self.plan, self.telemetry.measured_ms(), name)
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
         """The mesh rank that owns a matrix, by its name or its parameter's; of co-owners the first

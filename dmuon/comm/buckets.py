@@ -26,13 +26,12 @@ from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
 from dmuon.config import BATCH_BUCKETS
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.plan import OwnershipPlan, Unit, bucket_count
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
 from dmuon.types import OwnershipError, grouped, runs_of
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
-_BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
 
 
 # ---- where matrices lie ----------------------------------------------------------------------
@@ -326,9 +325,7 @@ def cut_buckets(
         return ()
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
-    if min_buckets is None:
-        min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
-    count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
+    count = bucket_count(fullest, most, bucket_bytes, min_buckets)
     weights = [2.0] * count
     if count > 2:
         weights[0] = weights[-1] = 1.0

@@ -25,6 +25,7 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
 from dmuon.scheduler.topology import Contention, contention, natural_key
+from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
@@ -35,6 +36,7 @@ _REPLAN_HOW = (
 )
 FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
+_OF_GROUP = ("group", "algorithm", "lr", "weight_decay")
 _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
 
 
@@ -128,10 +130,18 @@ class MeasuredBalance:
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
-    training steps."""
+    training steps.
+
+    As far as they are known: the ``model``'s name, the ``source`` of its sizes, the bytes of the
+    fullest rank by purpose (``memory``), and the optimizer's param ``groups``: (number, algorithm,
+    learning rate, weight decay)."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
+    model: str = ""
+    source: str = ""
+    memory: tuple[tuple[str, int], ...] = ()
+    groups: tuple[tuple[int, str, float, float], ...] = ()
 
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
@@ -258,10 +268,17 @@ class LoadBalanceReport:
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
     def _tables(self) -> list[render.Table]:
-        return [_rank_table(self), _shape_table(self), _parameter_table(self.plan)]
+        many = self.plan.topology.world > 1
+        balance = [_rank_table(self), _shape_table(self)] if many else []
+        return [*balance, _parameter_table(self.plan)]
+
+    def _title(self) -> str:
+        plan, shapes = self.plan, [f"shapes: {self.source}"] if self.source else []
+        by = f"costs {plan.cost_source}, plan {plan.fingerprint()}"
+        return "\n".join([*title(plan, self.model), by, *shapes])
 
     def __rich__(self) -> RenderableType:
-        return render.render(_title(self.plan), _facts(self), self._tables())
+        return render.render(self._title(), _facts(self), self._tables())
 
     def __str__(self) -> str:
         return render.printed(self)
@@ -276,13 +293,19 @@ class LoadBalanceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""
-        plan, state = self.plan, self.plan.state_bytes
+        plan, state, cap = self.plan, self.plan.state_bytes, self.plan.limits.memory_bytes
         search = asdict(plan.search)
         alternatives = dict(search.pop("alternatives"))
         of_report = ("makespan_ms", "lower_bound_ms", "gap", "imbalance")
         memory = {"min": min(state), "mean": sum(state) / len(state), "max": max(state)}
-        kernels = _kernel_uses(plan)
+        kernels, topology = _kernel_uses(plan), plan.topology
         return {
+            "model": self.model,
+            "source": self.source,
+            "mesh": dict(zip(topology.axes, topology.shape)),
+            "nodes": topology.nodes,
+            "device": topology.device_type,
+            "groups": [dict(zip(_OF_GROUP, group)) for group in self.groups],
             "layout": plan.layout.value,
             "owners": plan.topology.world,
             "solver": plan.solver,
@@ -298,7 +321,8 @@ class LoadBalanceReport:
             "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
-            "memory": memory | {"cap": plan.limits.memory_bytes},
+            "traffic": traffic(plan).to_dict(),
+            "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
             "contention": self.contention and {k: asdict(c) for k, c in self.contention.items()},
             "shapes": [asdict(shape) for shape in self.shapes],
@@ -315,7 +339,9 @@ class LoadBalanceReport:
         return render.ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
 
 
-def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
+def build_report(
+    plan: OwnershipPlan, measured: Sequence[float] | None = None, model: str = ""
+) -> LoadBalanceReport:
     """The report of a plan; ``measured`` are the milliseconds per step of each rank.
 
     Raises:
@@ -324,7 +350,22 @@ def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -
     world = plan.topology.world
     if measured is not None and len(measured) != world:
         raise ValueError(f"measured holds {len(measured)} times for {world} ranks")
-    return LoadBalanceReport(plan, None if measured is None else tuple(measured))
+    return LoadBalanceReport(plan, None if measured is None else tuple(measured), model)
+
+
+def title(plan: OwnershipPlan, model: str = "") -> list[str]:
+    """What is planned, and for what."""
+    topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
+    mesh, axes = " x ".join(map(str, topology.shape)), ", ".join(topology.axes)
+    dtypes = ", ".join(sorted({p.dtype for p in everything}))
+    matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
+    numel = render.quantity(sum(p.numel for p in everything))
+    return [
+        f"{model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
+        f"mesh {mesh} ({axes}): {count_text(topology.world, 'rank')} on "
+        f"{count_text(topology.nodes, 'node')} of {topology.device_type}, layout "
+        f"{plan.layout.value}",
+    ]
 
 
 def _excess(most: float, mean: float) -> float:
@@ -420,17 +461,12 @@ def _named(name: str) -> str:
     return _WORDS.get(name, name.replace("_", " "))
 
 
-def _title(plan: OwnershipPlan) -> str:
-    return (
-        f"dmuon load balance: {count_text(len(plan.specs.matrices), 'matrix', 'matrices')} on "
-        f"{count_text(plan.topology.world, 'rank')}, layout {plan.layout.value}, "
-        f"plan {plan.fingerprint()}"
-    )
-
-
 def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     """About the plan, most important first; empty ones are left out."""
-    plan, certificate, idle, text = report.plan, report.certificate, report.idle, report.ms_text
+    plan, idle, text, percent = report.plan, report.idle, report.ms_text, render.percent
+    if plan.topology.world == 1:
+        return _facts_of_one(report)
+    certificate = report.certificate
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
     if plan.has_co_owners:
         verdict = "valid: makespan, and a bound of all ways to share, computed anew from the prices"
@@ -444,13 +480,12 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
-        f"imbalance {report.imbalance:.2%}",
-        "lower bound": f"{text(report.lower_bound_ms)} ms{proven}, gap {report.gap:.2%}",
-        "solver": f"{solver}{engine}: {status}{clock}, {plan.search.seconds:.2f} s; "
-        f"costs {plan.cost_source}",
+        f"imbalance {percent(report.imbalance)}",
+        "lower bound": f"{text(report.lower_bound_ms)} ms{proven}, gap {percent(report.gap)}",
+        "solver": f"{solver}{engine}: {status}{clock}, {plan.search.seconds:.2f} s",
         "certificate": verdict,
         "compared": ", ".join(
-            f"{_named(name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
+            f"{_named(name)} {text(ms)} ms ({percent(_excess(ms, report.makespan_ms), '+.1%')})"
             for name, ms in plan.search.alternatives
         ),
         "co-owners": _co_owners_text(report),
@@ -460,15 +495,52 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
-        "memory": _memory_text(plan),
-        "parameters": _parameters_text(plan),
+        "traffic": _traffic_text(report),
+        "memory": _memory_text(report),
+        "parameters": _parameters_text(report),
     }
     if measured := report.measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
         makespan = f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}"
-        facts["measured"] = f"{makespan}, imbalance {measured.imbalance:.2%}{ratio}"
+        facts["measured"] = f"{makespan}, imbalance {percent(measured.imbalance)}{ratio}"
         facts["verdict"] = _verdict(report, measured)
     return [(label, sentence) for label, sentence in facts.items() if sentence]
+
+
+def _facts_of_one(report: LoadBalanceReport) -> list[render.Fact]:
+    """One process owns everything: there is nothing to balance, and nothing to prove."""
+    measured = report.measured
+    found = f", measured {report.ms_text(measured.makespan_ms)} ms" if measured else ""
+    return [
+        ("work", f"{report.ms_text(report.makespan_ms)} ms a step, all on this process{found}"),
+        ("memory", _memory_text(report)),
+        ("parameters", _parameters_text(report)),
+    ]
+
+
+def _traffic_text(report: LoadBalanceReport) -> str:
+    """What a rank sends in each part of training, and what of it shows."""
+    found, parts, size = traffic(report.plan), [], render.bytes_text
+    for when in ("step", "forward", "backward"):
+        flows = [flow for flow in found.flows if flow.when == when]
+        if not flows:
+            continue
+        across = sum(flow.across[0] for flow in flows)
+        sent = across + sum(flow.inside[0] for flow in flows)
+        mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
+        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * bool(
+            across.any()
+        )
+        text = (
+            f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
+            + f" ({', '.join(details)})" * bool(details)
+        )
+        if found.device is not None:
+            text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
+        if when == "step" and found.exposed_ms is not None:
+            text += f", {report.ms_text(found.exposed_ms)} not hidden by Newton-Schulz"
+        parts.append(text)
+    return "; ".join(parts)
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:
@@ -505,7 +577,7 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
             floor = f"; no plan is faster than {text(bound)} ms, sharing or not"
         return (
             f"none: sharing matrices would take {text(plan.shared_ms)} ms by the costs' model "
-            f"({_excess(plan.shared_ms, plan.makespan_ms):+.0%}). "
+            f"({render.percent(_excess(plan.shared_ms, plan.makespan_ms), '+.0%')}). "
             "PlannerOptions(co_owners='auto') does so from 5% less on, and counts that ranks of "
             f"one CPU slow each other down{floor}"
         )
@@ -558,21 +630,34 @@ def _contention_text(report: LoadBalanceReport) -> str:
     )
 
 
-def _memory_text(plan: OwnershipPlan) -> str:
+def _memory_text(report: LoadBalanceReport) -> str:
+    plan = report.plan
     state, cap = plan.state_bytes, plan.limits.memory_bytes
     sizes = {"min": min(state), "mean": sum(state) / len(state), "max": max(state), "cap": cap}
-    told = ", ".join(f"{what} {render.bytes_text(n)}" for what, n in sizes.items() if n is not None)
-    held = not plan.layout.keeps_state_at_owners
-    return f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
+    if len({*state}) == 1:
+        sizes = {"": state[0], "cap": cap}
+    shown = {what: render.bytes_text(n) for what, n in sizes.items() if n is not None}
+    told = ", ".join(f"{what} {size}".strip() for what, size in shown.items())
+    held = not plan.layout.keeps_state_at_owners and len(state) > 1
+    told = f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
+    if report.memory:
+        parts = ", ".join(f"{what} {render.bytes_text(n)}" for what, n in report.memory)
+        total = render.bytes_text(sum(n for _, n in report.memory))
+        told += f". The fullest rank, activations aside: {total} ({parts})"
+    return told
 
 
-def _parameters_text(plan: OwnershipPlan) -> str:
-    everything = plan.specs.parameters + plan.specs.frozen
+def _parameters_text(report: LoadBalanceReport) -> str:
+    everything = report.plan.specs.parameters + report.plan.specs.frozen
     sizes = {a: [p.numel for p in everything if p.algorithm is a] for a in Algorithm}
-    return "; ".join(
+    told = "; ".join(
         f"{algorithm.value} {count_text(len(found), 'parameter')} of {sum(found):,} elements"
         for algorithm, found in sizes.items()
         if found
+    )
+    return told + "".join(
+        f"; group {number} by {algorithm}: lr {lr:g}, weight decay {decay:g}"
+        for number, algorithm, lr, decay in report.groups
     )
 
 
@@ -594,30 +679,40 @@ def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
 
 
 def _rank_table(report: LoadBalanceReport) -> render.Table:
-    """Every rank, or the busiest and the idlest with the mean of all."""
+    """Every rank, those that are equal together; or the busiest and the idlest with the mean."""
     bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
     headings = ["rank", "matrices", "predicted ms", "to the bound", "state"]
     headings += ["measured ms", "ratio"] if measured else []
 
-    def row(name: str, matrices: str, ranks: Sequence[RankLoad]) -> list[str]:
+    def row(matrices: str, ranks: Sequence[RankLoad]) -> tuple[str, ...]:
         ms = sum(r.ms for r in ranks) / len(ranks)
         state = render.bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
-        deviation = f"{ms / bound - 1:+.2%}" if bound else ""
-        cells = [name, matrices, report.ms_text(ms), deviation, state]
+        deviation = render.percent(ms / bound - 1, "+.2%") if bound and ms else ""
+        cells = [matrices, report.ms_text(ms), deviation, state]
         if measured:
             found = sum(measured.loads_ms[r.rank] for r in ranks) / len(ranks)
             ratio = measured.ratios[ranks[0].rank] if len(ranks) == 1 else measured.ratio
             cells += [report.ms_text(found), "" if ratio is None else f"{ratio:.2f}"]
-        return cells
+        return tuple(cells)
 
-    rows = [row(str(r.rank), str(r.matrices), [r]) for r in report.ranks]
+    alike = grouped((row(str(r.matrices), [r]), r.rank) for r in _by_load(report))
+    if len(alike) <= FOLD_ABOVE < count or len(alike) == 1:
+        rows = [[_numbers(ranks), *cells] for cells, ranks in alike.items()]
+        return render.Table("Ranks that are alike", headings, rows)
+    rows = [[str(r.rank), *row(str(r.matrices), [r])] for r in report.ranks]
     if count <= FOLD_ABOVE:
         return render.Table("Ranks", headings, rows)
     by_load = [rows[r.rank] for r in _by_load(report)]
     more = [f"{count - 2 * SHOWN} more ranks"] + [""] * (len(headings) - 1)
-    mean = row("mean", f"{len(report.plan.owners) / count:.1f}", report.ranks)
+    mean = ["mean", *row(f"{len(report.plan.owners) / count:.1f}", report.ranks)]
     shown = [*by_load[:SHOWN], more, *by_load[-SHOWN:], mean]
     return render.Table("Busiest and idlest ranks", headings, shown)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Who they are, or how many."""
+    text = _ranks_text(sorted(ranks)).partition(" ")[2] if len(ranks) > 1 else str(ranks[0])
+    return text if len(text) <= 16 else f"{len(ranks)} ranks"
 
 
 def _by_load(report: LoadBalanceReport) -> list[RankLoad]:
@@ -660,44 +755,71 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
 def _page(report: LoadBalanceReport) -> str:
     text, measured = report.ms_text, report.measured
     proven = "" if report.certificate.proven else ", not proven"
+    percent = render.percent
     tiles = [
         ("makespan", f"{text(report.makespan_ms)} ms"),
         (f"lower bound{proven}", f"{text(report.lower_bound_ms)} ms"),
-        ("gap to the bound", f"{report.gap:.2%}"),
-        ("imbalance over the mean", f"{report.imbalance:.2%}"),
+        ("gap to the bound", percent(report.gap)),
+        ("imbalance over the mean", percent(report.imbalance)),
         ("matrices on ranks", f"{len(report.plan.specs.matrices)} on {len(report.ranks)}"),
     ]
-    mesh = render.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
-    pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", *mesh)]
+    pictures = []
+    if len(report.ranks) > 1:
+        pictures = [("Load per rank", *_loads_picture(report)), _place_picture(report)]
     verdict = (_verdict(report, measured), measured.replan) if measured else None
-    title, facts, tables = _title(report.plan), _facts(report), report._tables()
-    return render.page(title, tiles, facts, verdict, pictures, tables)
+    tiles = tiles if len(report.ranks) > 1 else tiles[:1]
+    facts, tables = _facts(report), report._tables()
+    return render.page(report._title(), tiles, facts, verdict, pictures, tables)
+
+
+def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
+    """Heading, picture and caption: each rank in its place, or of many the loads of each node."""
+    slots, loads = report.plan.topology.slots(), report.plan.loads_ms
+    if len(loads) <= render.MOST_SHOWN:
+        caption = "Predicted load by place; a row is a node."
+        return "Load by place", render.mesh_picture(slots, loads), caption
+    some = -(-len(slots) // (render.MOST_SHOWN // 2))  # nodes in a row
+    rows = []
+    for first in range(0, len(slots), some):
+        last = min(first + some, len(slots)) - 1
+        name = f"{first}-{last}" if last > first else f"node {first}"
+        rows.append((name, [loads[r] for ranks in slots[first : last + 1] for r in ranks]))
+    nodes = f"{some} nodes" if some > 1 else "a node"
+    caption = (
+        f"Predicted loads of the ranks; a row is {nodes}. The darker, the more of them have this "
+        "load; beside it the largest."
+    )
+    caption += f" {len(report.idle)} of all {len(loads)} own nothing." if report.idle else ""
+    return "Load by node", render.spread_picture(rows), caption
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
-    zero = report.lower_bound_ms or report.mean_ms or 1.0
+    zero = report.lower_bound_ms or report.mean_ms
     ranks, steps = report.ranks, render.MOST_SHOWN // 2 - 1
     many = len(ranks) > render.MOST_SHOWN
     if many:
-        by_load = _by_load(report)
-        ranks = tuple(by_load[i * (len(ranks) - 1) // steps] for i in range(steps + 1))
+        by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
+        steps = min(steps, len(by_load) - 1)
+        ranks = tuple(by_load[i * (len(by_load) - 1) // max(steps, 1)] for i in range(steps + 1))
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
     bars = []
     for r in ranks:
-        title, stroke = f"rank {r.rank}: {text(r.ms)} ms", None
+        told, stroke = f"rank {r.rank}: {text(r.ms)} ms", None
         if measured:
             found = measured.loads_ms[r.rank]
-            stroke = found / speed / zero - 1
-            title += f", measured {text(found)} ms"
-        deviation = r.ms / zero - 1 if r.ms or r.matrices else None
-        bars.append((f"rank {r.rank}", title, deviation, stroke))
+            stroke = found / speed
+            told += f", measured {text(found)} ms"
+        busy = bool(r.ms or r.matrices)
+        beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if busy else "idle"
+        bars.append((f"rank {r.rank}", told, r.ms if busy else None, stroke, beside))
     what = "lower bound" if report.lower_bound_ms else "mean"
-    caption = f"Predicted load relative to the {what} of {text(zero)} ms, the vertical line."
+    caption = f"Predicted load; the vertical line is the {what} of {text(zero)} ms."
     if many:
         caption += f" {len(bars)} of {len(report.ranks)} ranks, from the busiest to the idlest."
+        caption += " Idle ones are left out." if report.idle else ""
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
-    return render.loads_picture(bars), caption
+    return render.loads_picture(bars, zero), caption

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -54,16 +54,36 @@ def ms_text(ms: float, top: float) -> str:
     return f"{ms:.{decimals}f}"
 
 
+def percent(part: float, form: str = ".2%") -> str:
+    """
+    >>> percent(-1e-9), percent(0.25, "+.0%"), percent(-1e-9, "+.1%")
+    ('0.00%', '+25%', '0.0%')
+    """
+    text = format(part, form)
+    return text.lstrip("+-") if not float(text[:-1]) else text
+
+
+def quantity(number: float) -> str:
+    """
+    >>> quantity(7_615_616_512), quantity(12)
+    ('7.62 B', '12')
+    """
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
 def bytes_text(count: float) -> str:
     """
     >>> bytes_text(5), bytes_text(3 << 20)
     ('5 B', '3.0 MiB')
     """
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"
 
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
@@ -169,9 +189,10 @@ def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> Rich
 
 # ---- a page for a browser ---------------------------------------------------------------------
 
-MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
+MOST_SHOWN = 64  # ranks that are drawn one by one
 _LINE = 16  # slots side by side
 _ROW = 18  # pixels from bar to bar
+_BINS = 20  # of a scale of loads
 _SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
 _NODE = 19.0  # percent of the width that the names of nodes take
@@ -183,77 +204,90 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# The name and title of a rank; how far its load lies from the bound, as a fraction, None if it is
-# idle; and the same of what was measured, drawn as a short stroke.
-Bar = tuple[str, str, float | None, float | None]
+# The name and title of a rank; its milliseconds, None if it is idle; those that were measured,
+# drawn as a short stroke; and what is written beside it.
+Bar = tuple[str, str, float | None, float | None, str]
+# The name of some ranks, and their milliseconds.
+Loads = tuple[str, Sequence[float]]
 
 
-def loads_picture(bars: Sequence[Bar]) -> str:
-    """The bars below each other; the bound is a vertical line.
-
-    The scale is that of the deviations, so that small ones can be seen."""
-    known = [value for bar in bars for value in bar[2:] if value is not None]
-    low, high = min([0.0, *known]), max([0.0, *known])
-    per_unit = (_RIGHT - _LEFT) / ((high - low) or 1.0)
-    zero, height = _LEFT - low * per_unit, len(bars) * _ROW
+def _axis(top: float, y: float) -> list[str]:
+    """A scale from 0 ms on, with a few round numbers."""
+    step = 10.0 ** math.floor(math.log10(top))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s < 6)
     parts = []
-    for i, (name, title, deviation, measured) in enumerate(bars):
+    for i in range(int(top / step * (1 + 1e-9)) + 1):
+        x = _LEFT + i * step / top * (_RIGHT - _LEFT)
+        grid = f'class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{y}"'
+        parts += [f"<line {grid}/>", _text(x, y + 14, f"{i * step:g}", "dim", "middle")]
+    return [*parts, _text(100, y + 14, "ms", "dim", "end")]
+
+
+def loads_picture(bars: Sequence[Bar], bound: float) -> str:
+    """The bars below each other, from 0 on; the bound is a vertical line, beyond which they have
+    another colour."""
+    top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
+    height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
+    parts = _axis(top, height)
+    for i, (name, title, load, measured, number) in enumerate(bars):
         y = i * _ROW
         parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
-        if deviation is not None:
-            left, css = zero + min(deviation, 0.0) * per_unit, "more" if deviation > 0 else "less"
-            parts.append(_rect(left, y + 3, abs(deviation) * per_unit, _ROW - 6, f'class="{css}"'))
+        for css, start, end in (("less", 0.0, min(load or 0.0, bound)), ("more", bound, load or 0)):
+            if end > start:
+                place = _LEFT + start * per_ms, y + 3, (end - start) * per_ms, _ROW - 6
+                parts.append(_rect(*place, f'class="{css}"'))
         if measured is not None:
-            at = zero + measured * per_unit
+            at = _LEFT + measured * per_ms
             parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
-        number = "idle" if deviation is None else f"{deviation:+.2%}"
         parts.append(_text(100, y + 13, number, "", "end") + "</g>")
-    line = f'<line class="line" x1="{zero:.2f}%" x2="{zero:.2f}%" y1="0" y2="{height}"/>'
-    return _picture(height, "load of each rank as deviation from the bound", [*parts, line])
+    x = f"{_LEFT + bound * per_ms:.2f}%"
+    line = f'<line class="line" x1="{x}" x2="{x}" y1="0" y2="{height}"/>'
+    return _picture(height + 20, "load of each rank in milliseconds", [*parts, line])
 
 
-def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> tuple[str, str]:
-    """The mesh as a grid of slots, coloured from the least load to the largest, and its caption.
+def spread_picture(rows: Sequence[Loads]) -> str:
+    """How the loads of the ranks of each row are spread: the darker a place on the scale, the more
+    of them are there; beside it the largest."""
+    top = max(max(loads) for _, loads in rows) or 1.0
+    height, wide = len(rows) * _ROW, (_RIGHT - _LEFT) / _BINS
+    parts = _axis(top, height)
+    for i, (name, loads) in enumerate(rows):
+        y, found = i * _ROW, Counter(min(int(ms / top * _BINS), _BINS - 1) for ms in loads)
+        parts.append(f"<g>{_text(0, y + 13, name, 'dim')}")
+        for place, count in sorted(found.items()):
+            told = f"{count} of {len(loads)} ranks: {place * top / _BINS:.4g} ms and more"
+            look = f'fill="{_colour(count / len(loads))}"'
+            cell = _rect(_LEFT + place * wide, y + 2, wide, _ROW - 3, look)
+            parts.append(f"<g><title>{told}</title>{cell}</g>")
+        parts.append(_text(100, y + 13, f"{max(loads):.4g}", "", "end") + "</g>")
+    return _picture(height + 20, "loads of the ranks of each node in milliseconds", parts)
 
-    ``slots`` holds the ranks of each node. A mesh of more than `MOST_SHOWN` slots is folded: a
-    square is the busiest of several ranks."""
-    columns, is_folded = max(map(len, slots)), len(loads_ms) > MOST_SHOWN
-    wide = max(1, -(-columns // 8)) if is_folded else 1  # columns in a square
-    squares_in_row = -(-columns // wide)
-    # Nodes in a square.
-    tall = -(-len(slots) // max(1, MOST_SHOWN // squares_in_row)) if is_folded else 1
-    low, high = min(loads_ms), max(loads_ms)
-    row_height = -(-squares_in_row // _LINE) * _SQUARE
-    pitch = (100 - _NODE) / min(squares_in_row, _LINE)
-    parts, top = [], 0
-    for first in range(0, len(slots), tall):
-        nodes = slots[first : first + tall]
-        last = first + len(nodes) - 1
-        parts.append(_text(0, top + 19, f"node {first}" + f"-{last}" * (last > first), "dim"))
-        for square in range(squares_in_row):
-            ranks = [r for node in nodes for r in node[square * wide : (square + 1) * wide]]
-            if not ranks:
-                continue
-            load = max(loads_ms[r] for r in ranks)
-            share = (load - low) / (high - low) if high > low else 0.0
-            x, y = _NODE + square % _LINE * pitch, top + square // _LINE * _SQUARE
-            name = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]}"
-            parts.append(f"<g><title>{name}: {load:.6g} ms</title>")
-            parts.append(_rect(x, y, pitch * 0.94, _SQUARE - 2, f'fill="{_colour(share)}"'))
-            if len(ranks) == 1:
-                ink = "white" if share > 0.5 else "black"
-                parts.append(_text(x + pitch * 0.47, y + 19, str(ranks[0]), ink, "middle"))
-            parts.append("</g>")
-        top += row_height
-    y = top + 6
+
+def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> str:
+    """The mesh as a grid of slots, coloured from no load to the largest; ``slots`` holds the ranks
+    of each node."""
+    columns, high = max(map(len, slots)), max(loads_ms)
+    row_height, pitch = -(-columns // _LINE) * _SQUARE, (100 - _NODE) / min(columns, _LINE)
+    parts = []
+    for node, ranks in enumerate(slots):
+        parts.append(_text(0, node * row_height + 19, f"node {node}", "dim"))
+        for column, rank in enumerate(ranks):
+            share = loads_ms[rank] / high if high else 0.0
+            x = _NODE + column % _LINE * pitch
+            y = node * row_height + column // _LINE * _SQUARE
+            parts += [
+                f"<g><title>rank {rank}: {loads_ms[rank]:.6g} ms</title>",
+                _rect(x, y, pitch * 0.94, _SQUARE - 2, f'fill="{_colour(share)}"'),
+                _text(x + pitch * 0.47, y + 19, str(rank), "white" if share > 0.5 else "black",
+                      "middle") + "</g>",
+            ]  # fmt: skip
+    y = len(slots) * row_height + 6
     for step in range(11):  # the legend
         at = _NODE + step * (100 - _NODE) / 11
         parts.append(_rect(at, y, (100 - _NODE) / 11 + 0.2, 8, f'fill="{_colour(step / 10)}"'))
-    parts.append(_text(_NODE, y + 22, f"least {low:.4g} ms", "dim"))
-    parts.append(_text(100, y + 22, f"largest {high:.4g} ms", "dim", "end"))
-    folded = f" A square is the busiest of up to {tall * wide} ranks." if tall * wide > 1 else ""
-    caption = f"Predicted load by place; a row is {'some nodes' if tall > 1 else 'a node'}.{folded}"
-    return _picture(y + 28, "load of each slot of the mesh", parts), caption
+    parts.append(_text(_NODE, y + 22, "0 ms", "dim"))
+    parts.append(_text(100, y + 22, f"{high:.4g} ms", "dim", "end"))
+    return _picture(y + 28, "load of each slot of the mesh", parts)
 
 
 def _colour(share: float) -> str:
@@ -285,7 +319,8 @@ def page(
 ) -> str:
     """The whole page. ``verdict`` is a sentence and whether it is a warning; ``pictures`` are
     (heading, SVG, caption). All but the SVG is escaped here."""
-    parts = [f"<h1>Load balance</h1><p class='dim'>{_escape(title)}</p><div class='tiles'>"]
+    head = "".join(f"<p class='dim'>{_escape(line)}</p>" for line in title.splitlines())
+    parts = [f"<h1>Load balance</h1>{head}<div class='tiles'>"]
     for label, value in tiles:
         cell = f"<b>{_escape(value)}</b><span>{_escape(label)}</span>"
         parts.append(f'<div class="tile">{cell}</div>')
@@ -303,7 +338,7 @@ def page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>\n{_STYLE}</style></head>\n<body>\n"
+        f"<title>{_escape(title.splitlines()[0])}</title><style>\n{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
 from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
+from dmuon.scheduler.costs import ORIGINS, CostTable, device_of
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
@@ -172,9 +172,10 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
         for origin in dict.fromkeys(o for o in row.origin if o not in known):
             rows, cols, _ = row.key
             yield f"the prices of {rows} x {cols} say {origin!r}; the costs are {source!r}"
-    name, _, device = source.partition(":")
-    if name == "analytic" and device in ANALYTIC_DEVICES:
-        tables = [CostTable.analytic(device, momentum=m) for m in (True, False)]
+    mesh = plan.topology
+    device = device_of(source, mesh.device_type, mesh.ranks_per_node)
+    if known == ["analytic"] and device is not None:
+        tables = [CostTable(source, device=device, momentum=m) for m in (True, False)]
         if not any(_are_prices(plan, table) for table in tables):
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):

@@ -23,7 +23,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, canonical_key, largest_batch
+from dmuon.scheduler.costs import CostTable, canonical_key, largest_batch
 from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ShapeKey
@@ -256,14 +256,13 @@ def shared_prices(
     plan: OwnershipPlan, costs: CostTable, max_batch: int, batch_numel: int
 ) -> tuple[SharedPrice, ...]:
     """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
-    found, on_cpu = [], costs.device in (None, ANALYTIC_DEVICES["cpu"])
+    found = []
     for (key, k), (count, blocks) in sharable(plan).items():
         # The slowest link that these blocks go over.
-        inside = all(len({plan.topology.node(rank) for rank in block}) == 1 for block in blocks)
-        link = "cpu" if on_cpu else "nvlink" if inside else "network"
+        across = any(len({plan.topology.node(rank) for rank in block}) > 1 for block in blocks)
         rows, cols, _ = canonical_key(key)
         most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
-        prices = [costs.shared_ms(key, b, k, link) for b in range(1, min(count, most) + 1)]
+        prices = [costs.shared_ms(key, b, k, across) for b in range(1, min(count, most) + 1)]
         ms, split, origin = zip(*prices, strict=True)
         found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
     return tuple(found)

@@ -71,51 +71,171 @@ Overhead = Annotated[float, (0, 1e9)]
 class AnalyticDevice:
     """A device class: ``flops`` that dense products in the NS dtype reach, ``bandwidth`` in bytes
     per second, ``launch_s`` of one kernel, and ``half_batch_dim``, the matrix dim at which one
-    product reaches half of ``flops`` (small matrices underfill the device)."""
+    product reaches half of ``flops`` (small matrices underfill the device).
+
+    A rank sends ``link`` bytes per second inside its node, and ``network`` to other nodes, while as
+    many come. ``triangles``: symmetric products compute one triangle. ``fitted`` (a CPU): the
+    constants are fitted with the operations of the standard form and the bytes of X; else the
+    cheaper form counts, with each kind of product's operations or its bytes, whichever take longer.
+    """
 
     flops: Rate
     bandwidth: Rate
     launch_s: Overhead
     half_batch_dim: Overhead
+    link: Rate = 1.5e9
+    network: Rate = 1.5e9
+    triangles: bool = False
+    fitted: bool = True
 
-    def ms(self, batch: int, rows: int, operations: float, nbytes: int, launches: int) -> float:
-        """Milliseconds of a batch of matrices of so many ``operations`` each, on the short side
-        ``rows``, that moves ``nbytes``."""
+    def standard_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
+        """Milliseconds of the standard form on a batch, ``rows`` <= ``cols``."""
+        half = 0.5 if self.triangles else 1.0
+        # Products with X: it is read three times and written. Squares: written, and read for the
+        # other square and for the product with X.
+        wide = 2 * (1 + half) * steps * cols * rows**2, 4.0 * steps * rows * cols
+        square = 2 * half * steps * rows**3, 5.0 * steps * rows**2
+        return self._ms(batch, rows, (wide, square), 3 * steps)
+
+    def gram_ms(self, rows: int, width: int, batch: int, steps: int, part: float = 1.0) -> float:
+        """The same of the Gram form on slices of so many columns, with a ``part`` of the products
+        of rows x rows."""
+        (segments, squares), half = gram_products(steps), 0.5 if self.triangles else 1.0
+        wide = 2 * (1 + half) * segments * width * rows**2, 3.0 * segments * width * rows
+        square = 2 * half * squares * part * rows**3, 4.0 * squares * rows**2
+        return self._ms(batch, rows, (wide, square), 2 * segments + squares)
+
+    def _ms(
+        self, batch: int, rows: int, products: tuple[tuple[float, float], ...], launches: int
+    ) -> float:
+        """``products``: (operations, elements of two bytes that move) with X, and of squares."""
         # A product fills the device to work / (work + half): one small matrix leaves it idle,
         # a batch of them does not.
         work = batch * float(rows) ** 2
         rate = self.flops * work / (work + self.half_batch_dim**2)
-        compute = batch * operations / rate
-        return 1e3 * (compute + nbytes / self.bandwidth + launches * self.launch_s)
+        times = [(operations / rate, 2 * moved / self.bandwidth) for operations, moved in products]
+        (wide, x), (square, _) = times
+        each = wide + square + x if self.fitted else sum(map(max, times))
+        return 1e3 * (batch * each + launches * self.launch_s)
+
+    def exchange(self, *, across: bool) -> Link:
+        """Among ranks of one node, or ``across`` nodes."""
+        latency = 3e-4 if self.fitted else 4e-5 if across else 1.5e-5
+        return Link(latency, self.network if across else self.link)
 
 
-# CPU: fitted to measurements of one thread with AMX bf16. GPUs: not measured, but 80% of the
-# data sheet's dense fp16 rate and 90% of its bandwidth. `docs/costs.md` has sources and errors.
-ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
+    ``bandwidth`` bytes per second."""
+
+    latency_s: float
+    bandwidth: float
+
+    def ms(self, nbytes: float) -> float:
+        """Milliseconds until ``nbytes`` are sent and as many received."""
+        return 1e3 * (self.latency_s + nbytes / self.bandwidth)
+
+
+# By name: what a driver's name of it matches, the special ones first; dense half-precision
+# TFLOP/s by the data sheet, the part of these that large products reach, HBM in TB/s, GB/s one way
+# to devices of the node, Gbit/s of the usual network card for each, `half_batch_dim`. A part of
+# 0.75 is assumed. `docs/costs.md` has the sources and how far the model is off.
+_GPUS: Mapping[str, tuple[str, float, float, float, float, float, float]] = MappingProxyType(
     {
-        "cpu": AnalyticDevice(8.1e11, 7.3e9, 4.3e-5, 105.0),
-        "cuda": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
-        "a100": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
-        "h100": AnalyticDevice(7.9e14, 3.0e12, 5e-6, 768.0),
-        "h200": AnalyticDevice(7.9e14, 4.3e12, 5e-6, 768.0),
-        "b200": AnalyticDevice(1.8e15, 6.9e12, 5e-6, 1024.0),
+        "a100-40gb": ("a100-sxm4-40gb", 312, 0.683, 1.555, 300, 200, 1024),
+        "a100-pcie": ("a[18]00.*pcie.*", 312, 0.683, 1.94, 32, 200, 1024),
+        "a100": ("a100", 312, 0.683, 2.039, 300, 200, 1024),
+        "a800": ("a800", 312, 0.683, 2.039, 200, 200, 1024),
+        "h100-pcie": ("h[18]00.*(pcie|hbm2e)", 756, 0.75, 2.0, 64, 400, 768),
+        "h100-nvl": ("h100.*nvl", 835, 0.75, 3.9, 300, 400, 768),
+        "h100": ("h100", 989, 0.774, 3.35, 450, 400, 768),
+        "h800": ("h800", 989, 0.491, 3.35, 200, 400, 512),
+        "h20": ("h20", 148, 0.932, 4.0, 450, 400, 768),
+        "h200-nvl": ("h200.*nvl", 835, 0.75, 4.8, 450, 400, 768),
+        "h200": ("h200", 989, 0.8, 4.8, 450, 400, 768),
+        "b200": ("b200", 2250, 0.7, 7.7, 900, 400, 1024),
+        "gb200": ("gb200", 2250, 0.7, 7.7, 900, 400, 1024),
+        "b300": ("b300", 2250, 0.7, 7.7, 900, 800, 1024),
+        "gb300": ("gb300", 2500, 0.7, 8.0, 900, 800, 1024),
+        "mi250": ("mi250x?", 181, 0.53, 1.6, 50, 100, 768),
+        "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
+        "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
     }
 )
+_HBM_SHARE, _LINK_SHARE, _NIC_SHARE = 0.9, 0.8, 0.9  # of the data sheet's rates that are reached
 
 
+def _gpu(row: tuple[str, float, float, float, float, float, float]) -> AnalyticDevice:
+    name, peak, reached, hbm, link, nic, half = row
+    rates = 1e12 * peak * reached, 1e12 * hbm * _HBM_SHARE
+    links = 1e9 * link * _LINK_SHARE, 1e9 / 8 * nic * _NIC_SHARE
+    # Our Triton kernels are for GPUs of NVIDIA and AMD.
+    return AnalyticDevice(*rates, 5e-6, half, *links, not name.startswith("ascend"), fitted=False)
+
+
+# CPU: fitted to measurements of one thread with AMX bf16, with gloo among its processes.
+ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
+    {"cpu": AnalyticDevice(8.1e11, 7.3e9, 4.3e-5, 105.0)} | {n: _gpu(r) for n, r in _GPUS.items()}
+)
 _KNOWN = ", ".join(sorted(ANALYTIC_DEVICES))
 
 
 def analytic_class(device_type: str, device_name: str = "") -> str:
-    """The row of `ANALYTIC_DEVICES` for a device: by its name if that is known, else by its type.
+    """The row of `ANALYTIC_DEVICES` for a device of this type, by the name its driver gives.
 
-    >>> analytic_class("cuda", "NVIDIA H100 80GB HBM3"), analytic_class("cuda"), analytic_class("x")
-    ('h100', 'cuda', 'cuda')
+    Raises:
+        PlanError: no row fits, as for a part of a GPU (MIG); says which there are.
+
+    >>> analytic_class("cpu"), analytic_class("xpu", "NVIDIA H100 80GB HBM3")
+    ('cpu', 'h100')
     """
     if device_type == "cpu":
         return "cpu"
-    known = [name for name in ANALYTIC_DEVICES if name not in ("cpu", "cuda")]
-    return next((name for name in known if name in device_name.lower()), "cuda")
+    text = device_name.lower()
+    for name, (pattern, *_) in _GPUS.items() if " mig " not in text else ():
+        if re.search(rf"(?<![a-z0-9])(?:{pattern})(?![a-z0-9])", text):
+            return name
+    found = f"{device_name!r} ({device_type})" if device_name else f"a device of type {device_type}"
+    raise PlanError(
+        f"costs='analytic' knows no price of {found}: pass costs='analytic:<device>' with the one "
+        f"most like it of {_KNOWN}, or costs='measured'"
+    )
+
+
+def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
+    """Its row or, where measured times scale the model, any: that of an H100."""
+    try:
+        return ANALYTIC_DEVICES[analytic_class(device_type, device_name)]
+    except PlanError:
+        return ANALYTIC_DEVICES["h100"]
+
+
+def nic_bandwidth(text: str, ranks_per_node: int) -> float:
+    """Bytes per second that reach other nodes from each rank of a node, all of them sending.
+
+    >>> nic_bandwidth("400Gb/gpu", 8), nic_bandwidth("3.2Tb/node", 8)
+    (45000000000.0, 45000000000.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([GT])b/(gpu|node)", text.strip(), re.I)
+    if match is None or not float(match[1]):
+        raise PlanError(f"{text!r} is no network card: give its rate as 400Gb/gpu or 400Gb/node")
+    bits = float(match[1]) * (1e9 if match[2].upper() == "G" else 1e12)
+    return bits / 8 * _NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
+
+
+def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:
+    """The device class that a `CostTable.source` tells, with the network card that it names; None
+    where it tells none."""
+    told, _, nic = source.partition(", nic ")
+    kind, _, name = told.partition(":")
+    try:
+        name = name if kind == "analytic" else analytic_class(device_type, told)
+        device = ANALYTIC_DEVICES.get(name)
+        network = nic_bandwidth(nic, ranks_per_node) if nic else None
+    except PlanError:
+        return None
+    return replace(device, network=network) if device and network else device
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
@@ -136,11 +256,13 @@ def analytic_ms(
 ) -> float:
     """Milliseconds of Newton-Schulz on ``batch`` matrices ``(rows, cols, dtype)`` by the model,
     with the momentum update and the normalization if ``momentum``."""
-    rows, cols, dtype = key
-    # The operand is written and read in each step; momentum is read and written, the gradient read.
-    moved = batch * rows * cols * (2 * 4 * steps + 3 * ITEM_SIZE.get(dtype, 4) * momentum)
-    operations = newton_schulz_flops(rows, cols, steps)
-    return device.ms(batch, min(rows, cols), operations, moved, 3 * steps + 6 * momentum)
+    rows, cols, dtype = canonical_key(key)
+    ms = device.standard_ms(rows, cols, batch, steps)
+    if not device.fitted and steps > 1:
+        ms = min(ms, device.gram_ms(rows, cols, batch, steps))
+    # Momentum is read and written, the gradient read; 6 launches.
+    moved = 3 * ITEM_SIZE.get(dtype, 4) * batch * rows * cols
+    return ms + momentum * 1e3 * (moved / device.bandwidth + 6 * device.launch_s)
 
 
 def gram_products(steps: int) -> tuple[int, int]:
@@ -152,36 +274,6 @@ def gram_products(steps: int) -> tuple[int, int]:
     """
     segments = 1 + len(range(2, steps, 3))
     return segments, 4 * steps - 3 * segments
-
-
-def slice_ms(
-    device: AnalyticDevice, rows: int, width: int, batch: int, steps: int, part: float = 1.0
-) -> float:
-    """`analytic_ms` of slices in the Gram form, with a ``part`` of the rows x rows products."""
-    segments, squares = gram_products(steps)
-    wide, square = 4.0 * segments * width * rows**2, 2.0 * squares * rows**3
-    moved = batch * rows * width * 2 * 4 * segments
-    return device.ms(batch, rows, wide + part * square, moved, 2 * segments + squares)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
-    ``bandwidth`` bytes per second."""
-
-    latency_s: float
-    bandwidth: float
-
-    def ms(self, nbytes: float) -> float:
-        """Milliseconds until ``nbytes`` are sent and as many received."""
-        return 1e3 * (self.latency_s + nbytes / self.bandwidth)
-
-
-# Not measured: NVLink 4 at 80% of its data sheet's rate in one direction, a 400 Gbit/s network card
-# a GPU; processes on one CPU by gloo.
-LINKS: Mapping[str, Link] = MappingProxyType(
-    {"nvlink": Link(1.5e-5, 3.5e11), "network": Link(4e-5, 4.5e10), "cpu": Link(3e-4, 1.5e9)}
-)
 
 
 # ---- the table ---------------------------------------------------------------------------
@@ -261,11 +353,18 @@ class CostTable:
 
     @classmethod
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
-        """The FLOP model of a device class (see `ANALYTIC_DEVICES`)."""
+        """The model of a device class (see `ANALYTIC_DEVICES`)."""
         if device not in ANALYTIC_DEVICES:
             raise PlanError(f"costs='analytic:{device}': unknown device class; known: {_KNOWN}")
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
+
+    def on_network(self, nic: str, ranks_per_node: int) -> CostTable:
+        """The same prices where nodes have this network card (`nic_bandwidth`); PlanError if it is
+        none."""
+        network = nic_bandwidth(nic, ranks_per_node)
+        device = self.device and replace(self.device, network=network)
+        return replace(self, source=f"{self.source}, nic {nic}", device=device)
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
         """Milliseconds of one update of ``batch`` matrices; PlanError if it has no price."""
@@ -325,10 +424,10 @@ class CostTable:
         return min(max(ms, min(ends)), max(ends)), "interpolated"
 
     def shared_ms(
-        self, key: ShapeKey, batch: int, co_owners: int, link: str
+        self, key: ShapeKey, batch: int, co_owners: int, across: bool
     ) -> tuple[float, bool, str]:
         """(milliseconds of a batch for so many co-owners, split, origin of the price), with all
-        exchanges in full. ``link`` names one of `LINKS`, where ``links`` has none."""
+        exchanges in full: ``across`` nodes or not, where ``links`` has none."""
         rows, cols, dtype = canonical_key(key)
         width, k = -(-cols // co_owners), co_owners
         alone, origin = self._price(key, batch)
@@ -340,12 +439,12 @@ class CostTable:
                 ms, origin = self._between(known, batch)
             else:
                 # As much of what one owner takes as a slice has of the work, in the same form.
-                ms = alone * slice_ms(device, rows, width, batch, steps, 1 / k if split else 1.0)
-                ms /= slice_ms(device, rows, cols, batch, steps)
+                ms = alone * device.gram_ms(rows, width, batch, steps, 1 / k if split else 1.0)
+                ms /= device.gram_ms(rows, cols, batch, steps)
                 origin = "estimated" if self.entries else origin
             found.append(ms)
         segments, squares = gram_products(steps)
-        path = self.links.get(k) or LINKS[link]
+        path = self.links.get(k) or device.exchange(across=across)
         # About half of a square in 2k strips, of which each keeps its own.
         numel = batch * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
         sent, parts = numel * self.ns_item, numel * self.sum_item
@@ -453,9 +552,11 @@ def _named(kernel: object) -> bool:
         return False
 
 
-def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> CostTable:
+def resolve_costs(
+    costs: Any, device_type: str, device_name: str = "", *, momentum: bool = True
+) -> CostTable:
     """The prices that the ``costs=`` argument of `dedicate_params` names; ``momentum`` is that of a
-    model of the device.
+    model of the device, which is known by the name that its driver gives.
 
     Raises:
         PlanError: an unknown name or type, or a file that is no cost table.
@@ -463,7 +564,7 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
     if isinstance(costs, CostTable):
         return costs
     if isinstance(costs, str) and costs.partition(":")[0] == "analytic":
-        name = costs.partition(":")[2] or analytic_class(device_type)
+        name = costs.partition(":")[2] or analytic_class(device_type, device_name)
         return CostTable.analytic(name, momentum=momentum)
     is_path = isinstance(costs, str) and (costs.endswith(".json") or os.path.isfile(costs))
     if is_path or isinstance(costs, os.PathLike):
@@ -543,6 +644,9 @@ def _read(path: str | os.PathLike[str], where: str) -> str:
 
 def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of the table in a file's data."""
+    if isinstance(data.get("device"), dict):  # earlier files have no links
+        later = list(asdict(ANALYTIC_DEVICES["cpu"]).items())[4:]
+        data = data | {"device": dict(later) | data["device"]}
     found = decode_fields(_FIELDS | _SHARING if "slices" in data else _FIELDS, data)
     found["entry_origin"] = found.pop("origin")
     for name, value, of in (("entries", "ms", float), ("kernels", "kernel", str)):

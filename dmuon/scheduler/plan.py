@@ -12,6 +12,7 @@ A batch is one shape, one owner, one kernel.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,6 +26,7 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
 FORMAT_VERSION = 11
+_BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
@@ -474,6 +476,18 @@ def _slices(unit: Unit, batch: Batch) -> list[Unit]:
         )
         for rank, (start, end) in zip(batch.co_owners, pairwise(edges), strict=True)
     ]  # fmt: skip
+
+
+def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | None) -> int:
+    """How many buckets a step is cut into, if the fullest owner has so many bytes and an owner at
+    ``most`` so many units.
+
+    >>> bucket_count(100 << 20, 12, 32 << 20, None), bucket_count(1 << 20, 12, 32 << 20, None)
+    (4, 1)
+    """
+    if min_buckets is None:
+        min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
+    return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
 
 
 # ---- what is valid -----------------------------------------------------------------------

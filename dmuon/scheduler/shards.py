@@ -16,12 +16,19 @@ matrices of their own, each with an owner among the ranks that hold it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
-from dmuon.types import INTERLEAVED, OwnershipError, grouped
+from dmuon.scheduler.topology import Topology
+from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
+
+REPLICATE = "replicate"
+"""The mesh axis along which a planned model is replicated, by its name."""
 
 # ---- who holds what ----------------------------------------------------------------------
 
@@ -157,13 +164,21 @@ class ShardMap:
         """The ranks that may own each matrix: all that hold the parameter together; of a stack of
         matrices, those that hold this one."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        numbers: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         found = []
         for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
-            p, lead = matrix.parameter, outer.offset[:-2] if matrix.form.is_stack else ()
-            key = (p, holders, lead)
+            lead = outer.offset[:-2] if matrix.form.is_stack else ()
+            if not lead:
+                found.append(holders)
+                continue
+            # Layers are alike: those whose shards are the same objects are looked at once.
+            p = matrix.parameter
+            if (p, holders) not in numbers:
+                numbers[p, holders] = tuple(id(self.shard(r, p)) for r in holders)
+            key = (holders, numbers[p, holders], lead)
             if key not in known:
-                shared = [(r, self.shard(r, p).box.intersection(outer)) for r in holders]
-                known[key] = tuple(r for r, box in shared if all(box.shape[: len(lead)]))
+                boxes = ((r, self.shard(r, p).box) for r in holders)
+                known[key] = tuple(r for r, box in boxes if box.reaches(lead))
             found.append(known[key])
         return tuple(found)
 
@@ -264,3 +279,52 @@ def _overlap(boxes: Sequence[Box]) -> bool:
             if box.intersection(other).numel:
                 return True
     return False
+
+
+def evenly_sharded(
+    specs: ModelSpecs, topology: Topology, ep: int = 1, *, whole: bool = False
+) -> ShardMap:
+    """What each rank holds of a model that nobody has built yet: FSDP2 cuts the rows of every
+    parameter into equal chunks, over all axes but those called "replicate". ``whole``: over none.
+
+    With ``ep`` each stack is first cut into so many equal parts, one for each of the ``ep``
+    innermost ranks. What such a part has is cut by its rows where all ranks are more than there are
+    items, as torchtitan does with experts.
+
+    Raises:
+        PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none.
+    """
+    world = topology.world
+    every = tuple(range(world))
+    stacks = {m.parameter for m in specs.matrices if m.form.is_stack and ep > 1}
+    items = {specs.parameters[i].shape[0] for i in stacks}
+    cuts = [axis != REPLICATE and not whole for axis in topology.axes]
+    count = math.prod(size for size, is_cut in zip(topology.shape, cuts) if is_cut)
+    if ep > 1 and (not items or count % ep or any(n % ep for n in items)):
+        raise PlanError(
+            f"expert parallelism over {ep} ranks needs stacks of experts and ranks that it "
+            f"divides: found stacks of {sorted(items) or 'no'} items on {count} ranks that shard"
+        )
+
+    def shard(shape: tuple[int, ...], is_stack: bool, index: int, replica: int) -> LocalShard:
+        offset, size = [0] * len(shape), list(shape)
+        steps = [(0, count, index)]
+        if is_stack:
+            steps = [(0, ep, index % ep), (int(count > shape[0]), count // ep, index // ep)]
+        for dim, parts, number in steps if shape else ():
+            step = -(-size[dim] // parts)
+            start = min(size[dim], number * step)
+            offset[dim], size[dim] = offset[dim] + start, min(step, size[dim] - start)
+        along = (replica,) if count < world else ()
+        return LocalShard(every, along, Box(tuple(offset), tuple(size)))
+
+    order = sorted(range(len(cuts)), key=cuts.__getitem__)  # axes that replicate first
+    ranks = np.arange(world).reshape(topology.shape).transpose(order).reshape(-1, count)
+    kinds = [(p.shape, i in stacks) for i, p in enumerate(specs.parameters)]
+    reports = []
+    for rank in every:
+        ((replica,), (index,)) = np.nonzero(ranks == rank)
+        made = {kind: shard(*kind, int(index), int(replica)) for kind in {*kinds}}
+        reports.append(RankShards(rank, tuple(made[kind] for kind in kinds)))
+    copies, holders = ((every,),) * len(specs.parameters), (every,) * len(specs.matrices)
+    return ShardMap(specs, tuple(reports), copies, holders)

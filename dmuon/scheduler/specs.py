@@ -94,6 +94,10 @@ class Box:
             dims.append((low, size, step))
         return Box(*zip(*dims))
 
+    def reaches(self, index: tuple[int, ...]) -> bool:
+        """True if it has something at this index of the first dims."""
+        return all(o <= i < o + n for o, i, n in zip(self.offset, index, self.shape))
+
     def is_range_of(self, shape: Sequence[int]) -> bool:
         """True if a tensor of ``shape`` holds these elements one after the other."""
         cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]

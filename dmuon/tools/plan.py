@@ -17,24 +17,21 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dmuon.catalogue import PRESETS, model_specs
-from dmuon.config import CO_OWNERS, PlannerOptions
-from dmuon.devices import GPU
-from dmuon.report.data import LoadBalanceReport, build_report
-from dmuon.report.render import WIDTH, count_text, grid, printed
-from dmuon.scheduler.certificate import certify
-from dmuon.scheduler.costs import resolve_costs
+from dmuon.catalogue import PRESETS
 from dmuon.scheduler.json_files import read_text, write_text
-from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.solve import SOLVERS, solve
-from dmuon.scheduler.specs import ITEM_SIZE
-from dmuon.scheduler.topology import MAX_RANKS, Topology
+from dmuon.scheduler.topology import MAX_RANKS
 from dmuon.types import Layout, PlanError
+
+if TYPE_CHECKING:  # a function that plans imports what it needs: --help does without torch
+    from dmuon.report.data import LoadBalanceReport
+    from dmuon.scheduler.plan import OwnershipPlan
+    from dmuon.scheduler.shards import ShardMap
 
 COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
+LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
 
@@ -53,14 +50,13 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"{MODELS}. Presets: {', '.join(PRESETS)}")
     verify = "only check the certificate of a saved plan"
     what.add_argument("--verify", metavar="PLAN.json", help=verify)
     add = group.add_argument
-    add("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
+    add("--dtype", help="dtype of the parameters: bfloat16, float32, ...")
     splits = "rows of the matrices that a fused parameter holds; may be repeated"
     many = partial(add, action="append", default=[])
     many("--splits", type=_splits, metavar="PATTERN=R,R", help=splits)
@@ -69,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
-    add("--axes", metavar="A,B", help="names of the mesh's axes (default: node,gpu)")
+    axes = "names of the mesh's axes (default: node,gpu); one called replicate is HSDP's"
+    add("--axes", metavar="A,B", help=axes)
+    add("--layout", choices=LAYOUTS, default="sharded", help="as trained (default: %(default)s)")
+    experts = "ranks of expert parallelism: the innermost ones, over which stacks are cut first"
+    add("--ep", type=positive(int), default=1, metavar="N", help=experts)
     add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
     most = "most optimizer state on one owner, such as 80GiB"
     add("--memory", type=memory_bytes, metavar="SIZE", help=most)
@@ -77,17 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("planning").add_argument
     table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
     add("--costs", default="analytic:h200", help=table)
-    shared = (
-        "ranks that share a matrix, where momentum lies with the parameters: auto where the step "
-        "becomes 5%% faster (default: none, momentum lies with owners)"
-    )
+    nic = "400Gb/node or 400Gb/gpu: a node's network card (default: the device's usual one)"
+    add("--nic", metavar="RATE", help=nic)
+    shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
     add("--co-owners", type=_co_owners, metavar="auto|off|2|4|8", help=shared)
-    add("--solver", help=f"one of {', '.join(SOLVERS)} (default: auto)")
+    add("--solver", help="auto (default), milp, greedy or round_robin")
     add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
-    seconds, limit = positive(float), "bound on the solver (default: %(default)g)"
-    add("--time-limit", type=seconds, default=defaults.time_limit_s, metavar="SECONDS", help=limit)
-    most = "most matrices in one batch (default: %(default)s)"
-    add("--max-batch", type=positive(int), default=defaults.max_batch, metavar="B", help=most)
+    limit = "bound on the solver (default: that of PlannerOptions)"
+    add("--time-limit", type=positive(float), metavar="SECONDS", help=limit)
+    add("--max-batch", type=positive(int), metavar="B", help="most matrices in one batch")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
@@ -125,11 +123,9 @@ def memory_bytes(text: str) -> int:
 
 
 def _co_owners(text: str) -> str | int:
-    value = int(text) if text.isdigit() else text
-    CO_OWNERS.read(value)
-    if not CO_OWNERS.fits(value):
-        raise ArgumentTypeError(f"must be {CO_OWNERS.expected}, found {text!r}")
-    return value
+    if text not in ("auto", "off", "2", "4", "8"):
+        raise ArgumentTypeError(f"must be auto, off, 2, 4 or 8, found {text!r}")
+    return int(text) if text.isdigit() else text
 
 
 def _splits(text: str) -> tuple[str, str | list[int]]:
@@ -148,11 +144,23 @@ def _heads(text: str) -> tuple[str, int]:
     return pattern, counts[0]
 
 
-def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
-    """Makes the plan that is asked for, with the solver of a name."""
+def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap]:
+    """Makes the plan that is asked for, with the solver of a name; and who holds what."""
+    from dmuon.catalogue import model_specs
+    from dmuon.config import PlannerOptions
+    from dmuon.devices import GPU
+    from dmuon.scheduler.costs import resolve_costs
+    from dmuon.scheduler.shards import evenly_sharded
+    from dmuon.scheduler.solve import solve
+    from dmuon.scheduler.topology import Topology
+
     if args.mesh is None:
         raise PlanError("--model needs --mesh, such as --mesh 4x8")
-    shape = args.mesh
+    shape, layout = args.mesh, Layout(args.layout)
+    if args.co_owners not in (None, "off") and layout.keeps_state_at_owners:
+        raise PlanError("--co-owners is for --layout sharded or replicated: drop one of the two")
+    if args.ep > 1 and layout is not Layout.SHARDED:
+        raise PlanError("--ep is for --layout sharded: drop one of the two")
     axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
     if args.axes is not None:
         axes = tuple(name.strip() for name in args.axes.split(","))
@@ -162,47 +170,110 @@ def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
         topology = Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
         raise PlanError(f"--mesh: {error}") from error
-    options = PlannerOptions(
-        time_limit_s=args.time_limit,
-        owner_memory_bytes=args.memory,
-        max_batch=args.max_batch,
-        ranks_per_node=ranks_per_node,
-        co_owners=args.co_owners or "off",
-    )
-    # Momentum then lies with the shards, as it must where matrices are shared.
-    layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
+    given = {
+        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": args.co_owners,
+        "owner_memory_bytes": args.memory, "ranks_per_node": ranks_per_node,
+    }  # fmt: skip
+    options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})
     costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)
+    costs = costs if args.nic is None else costs.on_network(args.nic, ranks_per_node)
     specs = model_specs(args.model, args.dtype, splits=dict(args.splits), heads=dict(args.heads))
-    return lambda name: solve(specs, topology, costs, layout=layout, solver=name, options=options)
+    shards = evenly_sharded(specs, topology, args.ep, whole=layout is not Layout.SHARDED)
+    # Where owners keep momentum any rank may own any matrix.
+    limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
+
+    def planned(solver: str) -> OwnershipPlan:
+        try:
+            return solve(
+                specs, topology, costs, layout=layout, solver=solver, options=options, limits=limits
+            )
+        except PlanError as error:  # in the words of the command line
+            told = re.sub(r"PlannerOptions\(owner_memory_bytes=\.\.\.\)", "--memory", str(error))
+            raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
+
+    return planned, shards
 
 
-def _header(model: str, plan: OwnershipPlan) -> str:
-    topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
-    dtypes = ", ".join(sorted({p.dtype for p in everything}))
-    mesh = " x ".join(map(str, topology.shape))
-    preset = PRESETS.get(model.lower())
-    return (
-        f"{model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
-        f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
-        + (f"\nshapes: {preset['source']}" if preset else "")
-    )
+def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int]:
+    """Bytes on one rank by purpose, activations aside. ``shards`` are those of `evenly_sharded`.
 
-
-def _count(number: float) -> str:
+    Gradients are those of a step, in the dtypes of the parameters; state is in them, too. Buffers
+    ("operands" to "assembly" in the "step_bytes" of `Muon.stats`) and Newton-Schulz are what a step
+    keeps, in two bytes an element. In `dedicated`, FSDP2 shards what has no owner.
     """
-    >>> _count(7_615_616_512)
-    '7.62 B'
-    """
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
+    from dmuon.scheduler.plan import units_of
+    from dmuon.scheduler.specs import ITEM_SIZE
+
+    specs, layout, world = plan.specs, plan.layout, plan.topology.world
+    item = [ITEM_SIZE.get(p.dtype, 4) for p in specs.parameters]
+    held = [shard.box.numel * size for shard, size in zip(shards.reports[rank].shards, item)]
+    muon, adamw = (sum(held[i] for i in some()) for some in (
+        specs.muon_parameters, specs.adamw_parameters))  # fmt: skip
+    mine = [m for m, owner in zip(specs.matrices, plan.owners, strict=True) if owner == rank]
+    owned = sum(m.numel * item[m.parameter] for m in mine)
+    adamw //= world if layout is Layout.DEDICATED else 1
+    weights = adamw + (owned if layout is Layout.DEDICATED else muon)
+    frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
+    state = owned if layout.keeps_state_at_owners else muon
+    kept = {"buffers": 0, "Newton-Schulz": 0}
+    if not layout.keeps_state_at_owners:
+        kept["buffers"] = _pipeline_bytes(plan, shards, rank)
+    elif layout is Layout.REDUCED:  # updates of all matrices
+        kept["buffers"] = 2 * sum(m.numel for m in specs.matrices)
+    for unit in units_of(plan, [0] * len(specs.matrices)):
+        if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
+            b, m, n = unit.shape
+            more = m * n * (1 + shards.is_local(unit.matrices[0]))
+            numel = b * (more + 4 * min(m, n) ** 2)
+            kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
+    return {
+        "weights": weights + frozen, "gradients": adamw + state, "momentum": state,
+        "AdamW state": 2 * adamw, **kept,
+    }  # fmt: skip
+
+
+def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
+    """The buffers of `Pipeline` on one rank, which is made on the meta device; on a
+    CPU, of all its operands too, which stay there."""
+    from collections import Counter
+
+    import torch
+
+    from dmuon.comm.pipeline import Pipeline
+    from dmuon.comm.transport import Transport
+    from dmuon.config import ShardedOptions
+    from dmuon.scheduler.plan import units_of
+
+    units = units_of(plan, [0] * len(plan.specs.matrices))
+    local = [shards.is_local(unit.matrices[0]) for unit in units]
+    transport, like = Transport(), torch.empty(0, dtype=torch.bfloat16, device="meta")
+    transport.rank, transport.world = rank, shards.world
+    operands: list[int] = []
+
+    def memory(numel: int) -> torch.Tensor:
+        operands.append(numel)
+        return like.new_empty(numel)
+
+    is_cpu = plan.topology.device_type == "cpu"
+    if is_cpu:
+        mine = zip(units, local, strict=True)
+        operands += [unit.numel for unit, alone in mine if alone and unit.owner == rank]
+    travelling = [u for u, alone in enumerate(local) if not alone]
+    how = transport, Counter[str](), ShardedOptions(), like
+    made = Pipeline(shards, units, travelling, *how, memory=memory if is_cpu else None)
+    return sum(made.nbytes.values()) + like.itemsize * sum(operands)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    plan = _planner(args)(args.solver or "auto")
-    report = build_report(plan)
-    show(lambda: f"{_header(args.model, plan)}\n\n{report}", report.to_dict, args.json)
+    from dmuon.report.data import LoadBalanceReport
+
+    planned, shards = _planner(args)
+    plan = planned(args.solver or "auto")
+    fullest = max(range(shards.world), key=lambda rank: (plan.state_bytes[rank], -rank))
+    memory = tuple(memory_of(plan, shards, fullest).items())
+    source = PRESETS.get(args.model.lower(), {}).get("source", "")
+    report = LoadBalanceReport(plan, model=args.model, source=source, memory=memory)
+    show(lambda: str(report), report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -251,7 +322,9 @@ def _check_writable(path: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    planner = _planner(args)
+    from dmuon.report.data import build_report, title
+
+    planner, _ = _planner(args)
     reports: dict[str, LoadBalanceReport | None] = dict.fromkeys(COMPARED)
     notes = []
     for solver in COMPARED:
@@ -283,16 +356,20 @@ def _compare(args: argparse.Namespace) -> int:
         }
         for solver, report in reports.items()
     ]
-    summary = f"{len(plan.owners)} matrices, costs {plan.cost_source}"
-    lines = [_header(args.model, plan), summary, _comparison(rows), *notes]
+    summary = f"costs {plan.cost_source}"
+    lines = [*title(plan, args.model), summary, _comparison(rows), *notes]
     show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text, with colours in a terminal."""
-    numbers = {"makespan_ms": ".3f", "lower_bound_ms": ".3f", "gap": ".2%", "imbalance": ".2%"}
-    numbers["seconds"] = ".2f"
+    from dmuon.report.render import WIDTH, grid, percent, printed
+
+    numbers: dict[str, Callable[[float], str]] = {
+        "makespan_ms": "{:.3f}".format, "lower_bound_ms": "{:.3f}".format, "gap": percent,
+        "imbalance": percent, "seconds": "{:.2f}".format,
+    }  # fmt: skip
     headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
     table = grid(headings, ("solver", "status"))
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
@@ -300,12 +377,15 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> str:
         style, cells = "dim", ["-"] * len(numbers)
         if row["makespan_ms"] is not None:
             style = "bold green" if row["makespan_ms"] == best else ""
-            cells = [format(row[name], how) for name, how in numbers.items()]
+            cells = [how(row[name]) for name, how in numbers.items()]
         table.add_row(row["solver"], *cells, row["status"], style=style)
     return printed(table, width=WIDTH, plain=False)
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from dmuon.scheduler.certificate import certify
+    from dmuon.scheduler.plan import OwnershipPlan
+
     try:
         certificate = certify(OwnershipPlan.from_json(read_text(args.verify)))
     except OSError as error:

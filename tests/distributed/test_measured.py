@@ -24,7 +24,7 @@ from dmuon.kernels.choice import candidates
 from dmuon.measure import Case, OwnerTimer, measured_costs
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import CostTable, ShapeKey
-from dmuon.types import ConsensusError
+from dmuon.types import ConsensusError, PlanError
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import REDUCING
 from tests.distributed.models import Net, batch, loss_of, seeded
@@ -414,3 +414,33 @@ def test_several_ownerships_are_measured_apart(rank, world):
         assert own.report().measured_ms == pytest.approx(theirs, rel=1e-5)
     for own in owns:
         own.close()
+
+
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """This rank's device, which is a CPU, is taken for an accelerator of this name."""
+    with (
+        mock.patch.object(dmuon.api._Found, "device", torch.device(devices.GPU)),
+        mock.patch.object(devices.Cuda, "name", lambda self: name),
+    ):
+        yield
+
+
+@distributed(2)
+def test_analytic_costs_are_those_of_the_device_of_all_ranks(rank, world):
+    with called(("NVIDIA H100 80GB HBM3", "NVIDIA H100")[rank]):
+        own = dmuon.dedicate_params(seeded(Net), costs="analytic")
+    assert own.plan.cost_source == "analytic:h100"
+    own.close()
+    unknown = r"knows no price of 'NVIDIA L4' \(cuda\): .* of a100, .*gb300"
+    for name, kind, message in (
+        ("NVIDIA A100-SXM4-80GB", ConsensusError, "analytic:a100.*analytic:h20"),
+        ("NVIDIA L4", PlanError if rank == 1 else ConsensusError, unknown),
+    ):
+        with pytest.raises(kind, match=message), called(("NVIDIA H20", name)[rank]):
+            dmuon.dedicate_params(seeded(Net), costs="analytic")
+    with called("NVIDIA L4"):  # where the row is named, or a plan given, nobody asks
+        named = dmuon.dedicate_params(seeded(Net), costs="analytic:h20")
+        saved = named.plan
+        named.close()
+        dmuon.dedicate_params(seeded(Net), costs="analytic", plan=saved).close()

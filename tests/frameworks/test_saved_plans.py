@@ -1,50 +1,214 @@
-"""A plan saved from a model's configuration is what its transformers model runs."""
+"""A plan saved from a configuration is what its transformers model runs, in every layout."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import dmuon
 from dmuon.__main__ import main
+from dmuon.catalogue import build
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.select import collect
+from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.topology import Topology
+from dmuon.tools.plan import LAYOUTS, memory_of
+from tests.distributed.harness import distributed
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 48,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+    "pad_token_id": 0,
 }  # fmt: skip
-OF_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 48, "n_positions": 32}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SIZES),
-    "llama tied": ("LlamaConfig", SIZES | {"tie_word_embeddings": True}),
-    "gpt2": ("GPT2Config", OF_GPT2),
-    "qwen2": ("Qwen2Config", SIZES),
-    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 8}),
-    "mistral": ("MistralConfig", SIZES | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", SIZES | {"head_dim": 8}),
-    "phi3": ("Phi3Config", SIZES | {"pad_token_id": 0}),
-    "gpt_oss": ("GptOssConfig", SIZES | {"head_dim": 8, "num_local_experts": 4}),
-    "mamba": ("MambaConfig", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48}),
+HEADS = SIZES | {"head_dim": 8}
+MOE = HEADS | {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "num_key_value_heads": 2,
+}  # fmt: skip
+# What runs on tokens, by the class that `architectures` names.
+TEXT: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": SIZES | {"tie_word_embeddings": True},
+    "Qwen3MoeForCausalLM": MOE | {"num_experts": 4},
+    "DeepseekV3ForCausalLM": MOE | LATENT,
+    "GptOssForCausalLM": MOE | {"num_local_experts": 4},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {
+        "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 48, "n_positions": 32,
+    },
+    "Qwen2ForCausalLM": SIZES, "Qwen3ForCausalLM": HEADS, "MistralForCausalLM": HEADS,
+    "Gemma2ForCausalLM": HEADS, "Phi3ForCausalLM": SIZES, "Olmo2ForCausalLM": SIZES,
+    "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48},
+    "JambaForCausalLM": SIZES | {
+        "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
+    },
+    "Glm4MoeForCausalLM": MOE | {"n_routed_experts": 4},
+    "Llama4ForCausalLM": MOE | {"num_local_experts": 4, "intermediate_size_mlp": 24},
+    "T5ForConditionalGeneration": {
+        "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48,
+    },
+    "ViTForImageClassification": {**SIZES, "image_size": 32, "patch_size": 8},
+    "WhisperForConditionalGeneration": {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+        "vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
+    "Gemma3ForConditionalGeneration": {
+        "text_config": HEADS,
+        "vision_config": {**SIZES, "image_size": 32, "patch_size": 8, "vision_use_head": False},
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def saved(name: str, path: Path, *options: str) -> OwnershipPlan:
+    """The plan of a configuration, made by the command."""
+    config = {"architectures": [name]} | (TEXT | OTHERS)[name]
+    (path / "config.json").write_text(json.dumps(config))
+    out = path / "plan.json"
+    argv = ["--model", str(path), "--dtype", "float32", *options, "--save", str(out)]
+    assert main(["plan", *argv]) == 0
+    return OwnershipPlan.from_json(out.read_text())
+
+
+def live(name: str) -> torch.nn.Module:
+    """The model as a user makes it, on the CPU."""
+    torch.manual_seed(0)
+    made = getattr(transformers, name)
+    model: torch.nn.Module = made(made.config_class(**TEXT[name]))
+    return model
+
+
+@pytest.mark.parametrize("name", TEXT | OTHERS)
 def test_it_fits(name, tmp_path, capsys):
-    kind, sizes = CONFIGS[name]
-    config = getattr(transformers, kind)(**sizes)
-    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
-    path = tmp_path / "plan.json"
-    options = ["--mesh", "2x2", "--dtype", "float32", "--save", str(path)]
-    assert main(["plan", "--model", str(tmp_path), *options]) == 0
-    plan = OwnershipPlan.from_json(path.read_text())
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).float()
-    found = fitted_plan(plan, collect(model, allow_meta=True), Topology.flat(4), plan.layout)
+    plan = saved(name, tmp_path, "--mesh", "2x2", "--layout", "reduce_to_owner")
+    config = json.loads((tmp_path / "config.json").read_text())
+    specs = collect(build(config, "float32"), allow_meta=True)
+    found = fitted_plan(plan, specs, Topology.flat(4), plan.layout)
     certificate = certify(found)
     assert certificate.ok and certificate.proven and found.loads_ms == plan.loads_ms
+
+
+def options_of(layout: str) -> dict[str, Any]:
+    if layout == "reduce_to_owner":
+        return {"layout": "replicated", "options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+    return {"layout": layout}
+
+
+def nbytes(value: Any) -> int:
+    """Of the tensors in a parameter's state that lie here, but for numbers of steps."""
+    if isinstance(value, dict):
+        return sum(nbytes(v) for key, v in value.items() if key != "step")
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.nbytes if isinstance(local, torch.Tensor) else 0
+
+
+@distributed()
+def run_it(rank: int, world: int, name: str, layout: str, text: str) -> dict[str, Any]:
+    """A step of the live model with a saved plan; what it took on this rank."""
+    plan, model = OwnershipPlan.from_json(text), live(name)
+    if layout == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    own = dmuon.dedicate_params(model, plan=plan, **options_of(layout))
+    opt = dmuon.Muon(model, ns_dtype=torch.bfloat16)
+    tokens = torch.randint(48, (2, 8))
+    model(tokens, labels=tokens).loss.backward()
+    opt.step()
+    state = sum(nbytes(entry) for entry in opt.state.values())
+    found = {
+        "owners": own.plan.owners, "planned": own.plan.state_bytes[rank], "state": state,
+        "step_bytes": opt.stats().get("step_bytes", {}),
+        "domains": [sorted(own.plan.limits.domains[d]) for d in own.plan.limits.domain_of],
+    }  # fmt: skip
+    own.close()
+    return found
+
+
+_BUFFERS = ("operands", "inbound", "outbound", "assembly")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TEXT)
+def test_the_live_model_runs_it_and_takes_the_memory_that_was_told(
+    name, layout, tmp_path, pools, capsys
+):
+    world = 4 if name == "Qwen3MoeForCausalLM" else 2
+    options = "--mesh", str(world), "--layout", layout, "--costs", "analytic:cpu"
+    plan = saved(name, tmp_path, *options)
+    given = {"name": name, "layout": layout, "text": plan.to_json()}
+    ranks = pools(world).run(__name__, "run_it", given)
+    topology = Topology.flat(world)
+    shards = evenly_sharded(plan.specs, topology, whole=layout != "sharded")
+    for rank, found in enumerate(ranks):
+        assert found["owners"] == plan.owners
+        told = memory_of(plan, shards, rank)
+        if layout != "dedicated":  # where FSDP2 was not asked to shard the rest
+            assert found["state"] == told["momentum"] + told["AdamW state"]
+        kept = {k: found["step_bytes"].get(k, 0) for k in _BUFFERS}
+        if layout in ("sharded", "replicated"):
+            assert found["planned"] == plan.state_bytes[rank] == found["state"]
+            assert told["buffers"] == sum(kept.values())
+            # A CPU may take less, matrix by matrix.
+            assert 0 < found["step_bytes"]["newton_schulz"] <= told["Newton-Schulz"] + 1024
+        expected = [sorted(plan.limits.domains[d]) for d in plan.limits.domain_of]
+        assert found["domains"] == expected
+
+
+@distributed(4)
+def test_expert_parallel_shards_are_those_that_are_planned(rank, world):
+    """As torchtitan shards experts: over the inner axis by items, over the outer one by rows where
+    there are fewer items than ranks."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    for experts, dim in ((2, 1), (4, 0)):
+        config = {"architectures": ["Qwen3MoeForCausalLM"]} | MOE | {"num_experts": experts}
+        model = live_moe(config, flat, mesh, dim)
+        own = dmuon.dedicate_params(model, flat, costs="analytic")
+        specs = collect(build(config, "float32"), allow_meta=True)
+        topology = Topology((2, 2), ("efsdp", "ep"), 4)
+        planned = evenly_sharded(specs, topology, 2).limits(None)
+        found = own.plan.limits
+        assert [found.domains[d] for d in found.domain_of] == [
+            planned.domains[d] for d in planned.domain_of
+        ]
+        assert found.fixed_bytes == planned.fixed_bytes
+        own.close()
+
+
+def live_moe(config: dict[str, Any], flat: Any, mesh: Any, dim: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build(config, "float32").to_empty(device="cpu")
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            on, places = flat, [Shard(0)]
+            if "experts" in path and dim:
+                on, places = mesh, [Shard(1), Shard(0)]
+            elif "experts" in path:
+                local = p.chunk(2)[mesh.get_local_rank("ep")]  # by items of this coordinate first
+                mine = distribute_tensor(local.detach().clone(), mesh["efsdp"], [Shard(0)])
+                setattr(module, name, torch.nn.Parameter(strided(mine, mesh, p.shape)))
+                continue
+            sharded = distribute_tensor(p.detach(), on, places)
+            setattr(module, name, torch.nn.Parameter(sharded))
+    return model
+
+
+def strided(local: DTensor, mesh: Any, shape: torch.Size) -> DTensor:
+    """What FSDP2 makes of a parameter that another axis has cut along the same dim."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    places = [_StridedShard(0, split_factor=2), Shard(0)]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.to_local(), mesh, places, shape=shape, stride=stride)

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue import PRESETS, model_specs
-from dmuon.report.data import build_report
+from dmuon.report.data import LoadBalanceReport
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
-from dmuon.tools import plan as command
-from dmuon.tools.plan import COMPARED, memory_bytes, mesh_shape
-from dmuon.types import PlanError
+from dmuon.scheduler.traffic import traffic
+from dmuon.tools.plan import COMPARED, LAYOUTS, memory_bytes, memory_of, mesh_shape
+from dmuon.types import Layout, PlanError
 from tests.unit.models import sealed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,20 +57,28 @@ def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
         Topology((2, 2), ("node", "gpu"), 2, "cuda"),
         CostTable.analytic("h200"),
         solver="greedy",
+        layout=Layout.REDUCED,
     )
-    out = succeed(capsys, *SMALL)
-    header, _, report = out.partition("\n\n")
-    assert without_seconds(report.rstrip()) == without_seconds(str(build_report(plan)).rstrip())
+    shards = evenly_sharded(plan.specs, plan.topology, whole=True)
+    fullest = plan.state_bytes.index(max(plan.state_bytes))
+    known = LoadBalanceReport(
+        plan, model="gpt2", source=PRESETS["gpt2"]["source"],
+        memory=tuple(memory_of(plan, shards, fullest).items()),
+    )  # fmt: skip
+    out = succeed(capsys, *SMALL, "--layout", "reduce_to_owner")
+    header, _, _ = out.partition("\n\n")
+    assert without_seconds(out.rstrip()) == without_seconds(str(known))
     assert header.splitlines() == [
-        "gpt2: 124.44 M parameters (bfloat16), mesh 2 x 2 (node, gpu) on 2 nodes",
+        "gpt2: 124.44 M parameters (bfloat16), 48 matrices",
+        "mesh 2 x 2 (node, gpu): 4 ranks on 2 nodes of cuda, layout reduce_to_owner",
+        f"costs analytic:h200, plan {plan.fingerprint()}",
         f"shapes: {PRESETS['gpt2']['source']}",
     ]
 
 
 def test_everything_printed_fits_100_columns(capsys):
     for name, preset in PRESETS.items():
-        longest = "mesh 1250 x 8 (node, gpu) on 1250 nodes"
-        assert len(f"{name}: 000.00 B parameters (bfloat16), {longest}") <= 100
+        assert len(f"{name}: 000.00 B parameters (bfloat16), 100000 matrices") <= 100
         assert len(f"shapes: {preset['source']}") <= 100
     for argv in (SMALL, [*SMALL[:-2], "--compare", "--time-limit", "1"]):
         out = succeed(capsys, *argv)
@@ -127,13 +136,59 @@ def test_options_reach_the_plan(capsys, tmp_path):
     assert "transformer.h.0.attn.c_proj.weight[:, 1::3]" in {m.name for m in plan.specs.matrices}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_says_who_may_own_and_what_a_rank_holds(capsys, layout):
+    data = json.loads(succeed(capsys, *SMALL, "--json", "-", "--layout", layout))
+    assert (data["layout"], data["model"], data["device"]) == (layout, "gpt2", "cuda")
+    assert data["mesh"] == {"node": 2, "gpu": 2} and data["nodes"] == 2
+    matrices, others = 2 * 84_934_656, 2 * 39_505_152  # bytes
+    shares = {"sharded": (1 / 4, 1 / 4), "replicated": (1, 1), "reduce_to_owner": (1, 1)}
+    found, (part, rest) = data["memory"]["fullest_rank"], shares.get(layout, (1 / 4, 1 / 4))
+    # Owners are balanced by time, not by bytes.
+    within = {"rel": 0.25 if layout == "dedicated" else 0.01}
+    assert found["weights"] == pytest.approx(part * matrices + rest * others, **within)
+    at_owner = layout in ("reduce_to_owner", "dedicated")
+    momentum = (1 / 4 if at_owner else part) * matrices
+    assert found["momentum"] == pytest.approx(momentum, rel=0.25 if at_owner else 0.01)
+    assert found["AdamW state"] == pytest.approx(2 * rest * others, rel=0.01)
+    assert found["buffers"] > 0
+
+
+def test_the_default_is_sharded(capsys):
+    assert json.loads(succeed(capsys, *SMALL, "--json", "-"))["layout"] == "sharded"
+
+
+def test_experts_belong_to_the_ranks_that_hold_them(capsys, tmp_path):
+    """gpt-oss has 32 experts: on 64 ranks, 8 of which are expert-parallel, rank r and all with the
+    same r % 8 hold 4 of them."""
+    config = Path(__file__).parents[1] / "configs" / "gpt-oss-20b.json"
+    pytest.importorskip("transformers")
+    argv = ["plan", "--model", str(config), "--mesh", "8x8", "--solver", "greedy", "--ep", "8"]
+    plan = saved(capsys, tmp_path / "plan.json", *argv)
+    found = {}
+    for matrix, domain in zip(plan.specs.matrices, plan.limits.domain_of, strict=True):
+        ranks = plan.limits.domains[domain]
+        if "experts" not in matrix.name:
+            assert ranks == tuple(range(64))
+            continue
+        expert = int(re.search(r"\[(\d+)\]", matrix.name)[1])
+        assert ranks == tuple(range(expert // 4, 64, 8))
+        found[expert] = ranks
+    assert len(found) == 32
+    # In each layer, 32 experts are shared out among 8 x 8 ranks, evenly.
+    loads = plan.loads_ms
+    assert max(loads) < 1.05 * sum(loads) / 64
+
+
 def test_a_memory_cap_is_kept_or_refused(capsys):
-    argv = ["plan", *GPT2, "--json", "-", "--memory"]
+    argv = ["plan", *GPT2, "--layout", "reduce_to_owner", "--json", "-", "--memory"]
     data = json.loads(succeed(capsys, *argv, "195MiB"))  # 150 of them are AdamW's on each rank
     assert max(r["state_bytes"] for r in data["ranks"]) <= 195 * 2**20
     status, out, err = run(capsys, *argv, "1MiB")
     assert (status, out) == (2, "")
-    assert "1048576" in err
+    assert "--memory=1048576 is too small" in err and "Raise --memory, or" in err
+    status, _, err = run(capsys, "plan", *GPT2, "--memory", "1MiB")
+    assert status == 2 and "or raise --memory" in err and "owner_memory" not in err
 
 
 def test_a_cost_table_is_read_from_its_file(capsys, tmp_path):
@@ -172,18 +227,18 @@ def test_a_comparison_is_one_table_and_a_row_per_solver_with_the_keys_of_the_ben
     assert len({row["lower_bound_ms"] for row in rows}) == 1
     round_robin, greedy, milp = (row["makespan_ms"] for row in rows)
     assert milp <= greedy * (1 + 1e-9) < round_robin
-    assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), mesh 2 x 4")
-    assert "168 matrices, costs analytic:h200" in out
+    assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), 168 matrices\nmesh 2 x 4")
+    assert "\ncosts analytic:h200\n" in out
 
 
 def solving(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Let `greedy` stand for all solvers; ``change`` makes another plan of its plan, or fails."""
 
-    def found(specs, topology, costs, *, layout, solver, options):
+    def found(specs, topology, costs, *, layout, solver, options, limits):
         plan = solve(specs, topology, costs, solver="greedy", options=options)
         return change(plan, solver)
 
-    monkeypatch.setattr(command, "solve", found)
+    monkeypatch.setattr("dmuon.scheduler.solve.solve", found)
 
 
 def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
@@ -284,6 +339,15 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         (["--verify", "gone.json", "--mesh", "4", "--compare"], "drop --mesh, --compare"),
         (["--verify", "gone.json", "--model", "gpt2"], "not allowed with"),
         ([*GPT2, "--frobnicate"], "--frobnicate"),
+        ([*GPT2, "--layout", "auto"], "invalid choice: 'auto'"),
+        (
+            [*GPT2, "--layout", "dedicated", "--co-owners", "2"],
+            "--co-owners is for --layout sharded",
+        ),
+        ([*GPT2, "--layout", "replicated", "--ep", "2"], "--ep is for --layout sharded"),
+        ([*GPT2, "--ep", "2"], "found stacks of no items"),
+        (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "3"], "found stacks of [128] items"),
+        (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "16"], "on 24 ranks that shard"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, complaint):
@@ -356,3 +420,26 @@ def test_the_command_runs_as_a_module():
     out, err = start("plan", "--help").communicate()
     assert err == b""
     assert b"--mesh" in out and all(name in out.decode() for name in PRESETS)
+
+
+def test_the_report_tells_traffic_over_the_network_card_that_is_named(capsys, tmp_path):
+    command = ["plan", "--model", "llama3-8b", "--mesh", "4x8", "--costs", "analytic:h100"]
+    found = {}
+    for nic in ("400Gb/gpu", "400Gb/node"):
+        saved = tmp_path / "plan.json"
+        assert main([*command, "--nic", nic, "--json", "-", "--save", str(saved)]) == 0
+        data = json.loads(capsys.readouterr().out)
+        found[nic] = data["traffic"]
+        assert data["costs"] == f"analytic:h100, nic {nic}" and data["certificate"]["proven"]
+        plan = OwnershipPlan.from_json(saved.read_text())
+        assert traffic(plan).to_dict() == data["traffic"], "a saved plan tells it, too"
+    slow, fast = found["400Gb/node"], found["400Gb/gpu"]
+    assert slow["ms"] == pytest.approx(8 * fast["ms"]) and slow["exposed_ms"] > fast["exposed_ms"]
+    assert slow["flows"][0]["bytes"] == fast["flows"][0]["bytes"]
+    assert main(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.540 ms, 1.818 not" in text
+    )
+    assert main([*command, "--nic", "fast"]) == 2
+    assert "'fast' is no network card" in capsys.readouterr().err

@@ -23,6 +23,8 @@ from dmuon.scheduler.costs import (
     add_to_cache,
     analytic_class,
     cache_directory,
+    device_of,
+    nearest_device,
     read_cache,
     resolve_costs,
 )
@@ -207,14 +209,103 @@ def test_other_costs_are_refused_with_the_choices(wrong, message):
         resolve_costs(wrong, "cpu")
 
 
-def test_device_classes_by_name_and_else_by_type_and_faster_ones_are_cheaper():
-    for device_type, name, expected in (
-        ("cpu", "an H200 of sorts", "cpu"), ("cuda", "", "cuda"), ("xpu", "", "cuda"),
-        ("cuda", "NVIDIA A100-SXM4-80GB", "a100"), ("cuda", "NVIDIA H200", "h200"),
-        ("cuda", "NVIDIA B200", "b200"),
-    ):  # fmt: skip
-        assert analytic_class(device_type, name) == expected
-    order = ["cpu", "a100", "h200", "b200"]
+@pytest.mark.parametrize(("name", "expected"), [
+    ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("NVIDIA A100-PCIE-40GB", "a100-pcie"), ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+    ("NVIDIA A800-SXM4-80GB", "a800"), ("NVIDIA A800 80GB PCIe", "a100-pcie"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
+    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA H800", "h800"), ("NVIDIA H20", "h20"),
+    ("NVIDIA H20-3e", "h20"), ("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"),
+    ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"),
+    ("NVIDIA GB300", "gb300"), ("AMD Instinct MI250X/MI250", "mi250"),
+    ("AMD Instinct MI250", "mi250"), ("AMD Instinct MI300X", "mi300x"),
+    ("AMD Instinct MI300X OAM", "mi300x"), ("Ascend910B2", "ascend-910b"),
+    ("Ascend910B", "ascend-910b"), ("Ascend910B4-1", "ascend-910b"),
+])  # fmt: skip
+def test_devices_by_the_names_that_drivers_give(name, expected):
+    assert analytic_class("cuda", name) == analytic_class("npu", name) == expected
+    assert analytic_class("cpu", name) == "cpu"
+    assert nearest_device("cuda", name) == ANALYTIC_DEVICES[expected]
+
+
+@pytest.mark.parametrize("name", [
+    "", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090", "NVIDIA A10", "Ascend910_9391",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Max 1550", "h10",
+])  # fmt: skip
+def test_a_device_without_a_row_is_an_error_that_lists_them(name):
+    with pytest.raises(PlanError, match=r"a100, .*gb300, .*mi300x, or costs='measured'") as error:
+        resolve_costs("analytic", "cuda", name)
+    assert (repr(name) if name else "of type cuda") in str(error.value)
+    # Measured times need no name: they scale the model.
+    assert nearest_device("cuda", name) in ANALYTIC_DEVICES.values()
+
+
+def test_rates_of_links_and_network_cards():
+    of = {name: (row.link, row.network) for name, row in ANALYTIC_DEVICES.items()}
+    nvlink = {"a800": 200, "h800": 200, "a100": 300, "h100": 450, "h20": 450, "h200": 450}
+    nvlink |= dict.fromkeys(("b200", "gb200", "b300", "gb300"), 900)
+    for name, gb in (nvlink | {"mi300x": 448, "mi250": 50, "ascend-910b": 196}).items():
+        assert of[name][0] == pytest.approx(0.8e9 * gb), name
+    assert of["h100"][1] == pytest.approx(0.9 * 400e9 / 8) == 2 * of["a100"][1]
+    table = CostTable.analytic("h100")
+    slow, own = table.on_network("400Gb/node", 8), table.on_network("400 Gb/GPU", 8)
+    assert slow.device.network == own.device.network / 8 and own.device == table.device
+    assert slow.source == "analytic:h100, nic 400Gb/node"
+    assert device_of(slow.source, "cuda", 8) == slow.device != table.device
+    assert device_of("measured on NVIDIA H200", "cuda", 8) == ANALYTIC_DEVICES["h200"]
+    assert device_of("measured on Some CPU, 1 thread", "cpu", 8) == CPU
+    for unknown in ("mine", "analytic:h100, 7 steps", "analytic:h100, nic fast"):
+        assert device_of(unknown, "cuda", 8) is None
+    assert CostTable("mine").on_network("1Tb/node", 8).device is None
+    for wrong in ("", "400", "400Gb", "400Gb/rack", "-1Gb/gpu", "0Gb/gpu", "x400Gb/gpu"):
+        with pytest.raises(PlanError, match="400Gb/gpu or 400Gb/node"):
+            table.on_network(wrong, 8)
+
+
+def test_a_file_without_links_is_read():
+    table = measured({A: {1: 1.0}}, ANALYTIC_DEVICES["h100"])
+    data = json.loads(table.to_json())
+    assert CostTable.from_json(json.dumps(data)) == table
+    data["device"] = {key: data["device"][key] for key in [*data["device"]][:4]}
+    assert CostTable.from_json(json.dumps(data)).device == AnalyticDevice(
+        *(getattr(table.device, f.name) for f in fields(AnalyticDevice)[:4])
+    )
+
+
+def test_the_model_prices_what_runs():
+    """By the published rows of docs/costs.md."""
+
+    plain = {"triangles": False}
+    h100, a100 = (ANALYTIC_DEVICES[name] for name in ("h100", "a100"))
+    for steps, products in ((1, 10.29), (5, 50.84)):  # marin, two layers of 32 experts
+        shapes = (2560, 2560), (1280, 2560)
+        found = sum(2 * replace(h100, **plain).standard_ms(*s, 32, steps) for s in shapes)
+        assert found == pytest.approx(products, rel=0.02)
+    standard = replace(a100, **plain).standard_ms(2048, 11059, 1, 5)
+    gram = a100.gram_ms(2048, 11059, 1, 5)
+    assert standard / gram == pytest.approx(2.25, rel=0.15)  # DeepSpeed
+    # Operations of large matrices, in m^3: (20 r + 10, 8 r + 28), with triangles (15 r + 5, ...).
+    device = replace(ANALYTIC_DEVICES["h200"], launch_s=0.0, half_batch_dim=0.0)
+    for kernels, counts in ((plain, (90, 60)), ({}, (65, 38))):
+        each = replace(device, **kernels)
+        found = each.standard_ms(8192, 32768, 1, 5), each.gram_ms(8192, 32768, 1, 5)
+        assert found == pytest.approx([1e3 * n * 8192**3 / device.flops for n in counts])
+    # Tiny ones: the bytes of squares count as those of X do.
+    small = device.standard_ms(64, 64, 1000, 5), device.standard_ms(64, 128, 1000, 5)
+    each = 2 * 5 * 64**2 * 1000 / device.bandwidth
+    assert small == pytest.approx([1e3 * each * 9, 1e3 * each * 13])
+    table = CostTable("x", device=device, momentum=False)
+    assert table.batch_ms((8192, 32768, "bfloat16"), 1) == each_form(device, 8192, 32768)[1]
+    assert table.batch_ms((32768, 8192, "bfloat16"), 1) == each_form(device, 8192, 32768)[1]
+    assert table.batch_ms((64, 64, "bfloat16"), 9) == each_form(device, 64, 64, 9)[0]
+
+
+def each_form(device, rows, cols, batch=1) -> tuple[float, float]:
+    return device.standard_ms(rows, cols, batch, 5), device.gram_ms(rows, cols, batch, 5)
+
+
+def test_faster_devices_are_cheaper():
+    order = ["cpu", "h20", "a100", "h100-pcie", "h200", "b200", "gb300"]
     times = [CostTable.analytic(name).batch_ms((8192, 8192, "bfloat16"), 1) for name in order]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
 

@@ -1,14 +1,15 @@
 """What goes where in known models; `python -m tests.unit.test_routing` writes docs/routing.md anew.
 
-The first table is made from the catalogue, with small sizes, the second from the real modules where
-transformers is installed.
+The first table is made from published configurations and a preset, the second from small models;
+both where transformers is installed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.catalogue import PRESETS, build
+from dmuon.catalogue import model_specs
 from dmuon.scheduler.select import REASONS, Member, _router, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
 
 DOCS = Path(__file__).parents[2] / "docs" / "routing.md"
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 99, "head_dim": 16, "num_local_experts": 4,
-    "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
-    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32,
-    "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_n_heads": 8, "mamba_d_state": 8,
-    "attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1],
-    "cross_attention_layers": [1],
-}  # fmt: skip
-FAMILIES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mllama",
-    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mamba", "mamba2",
-    "jamba", "bamba",
-)  # fmt: skip
-
-
-def skeleton(family: str) -> nn.Module:
-    return build(_SIZES | {"model_type": family})
-
-
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.json"))
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
@@ -108,13 +88,13 @@ def rows_of(specs: ModelSpecs) -> tuple[str, str]:
     return ", ".join(muon), "; ".join(f"{why}: {', '.join(names)}" for why, names in adamw.items())
 
 
-def table(families: Iterable[str], make: Callable[[str], nn.Module]) -> list[str]:
-    """A row for each family; those that read the same share one."""
+def table(models: Mapping[str, Callable[[], ModelSpecs]]) -> list[str]:
+    """A row for each model; those that read the same share one."""
     alike = defaultdict[tuple[str, str], list[str]](list)
-    for family in families:
-        alike[rows_of(collect(make(family), allow_meta=True))].append(family)
+    for name, specs in models.items():
+        alike[rows_of(specs())].append(name)
     return [
-        "| family | Muon | AdamW, beside biases and gains |",
+        "| model | Muon | AdamW, beside biases and gains |",
         "|---|---|---|",
         *(f"| {', '.join(names)} | {muon} | {adamw} |" for (muon, adamw), names in alike.items()),
     ]
@@ -170,15 +150,24 @@ def rules() -> list[str]:
     return lines
 
 
-def catalogue() -> list[str]:
-    vla = {"vla (pi0)": build(PRESETS["vla"]["config"])}
-    return table((*FAMILIES, *vla), lambda family: vla.get(family) or skeleton(family))
+def configurations() -> list[str]:
+    pytest.importorskip("transformers")
+    found = {path.stem: partial(model_specs, str(path)) for path in CONFIGS}
+    return table({**found, "vla (pi0)": partial(model_specs, "vla")})
+
+
+def modules() -> list[str]:
+    return table({name: partial(collect_real, name) for name in REAL})
+
+
+def collect_real(family: str) -> ModelSpecs:
+    return collect(real(family), allow_meta=True)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "rules": rules,
-    "catalogue": catalogue,
-    "transformers": lambda: table(REAL, real),
+    "configurations": configurations,
+    "transformers": modules,
 }
 
 

@@ -19,7 +19,7 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import Holdings, cover, relaxed, simple_bound
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
-from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.costs import AnalyticDevice, CostTable
 from dmuon.scheduler.greedy import greedy, improve
 from dmuon.scheduler.plan import Dual, Search
 from dmuon.scheduler.problem import UNLIMITED, Option, Problem, build_problem, frontier
@@ -295,13 +295,17 @@ def test_a_search_that_dropped_states_is_not_called_complete():
     assert little is not None or not complete
 
 
+# Some device, priced by the operations of the standard form.
+H200 = CostTable("h200", device=AnalyticDevice(7.9e14, 4.3e12, 5e-6, 768.0))
+
+
 def vla_on(owners):
     """A vision-language-action mix: 12 shapes, which no search settles. And greedy counts."""
     specs = model_specs("vla")
     first = specs.matrices[0]  # and one as large as the patch embedding, which is AdamW's
     matrices = (replace(first, name="patches", cols=588), *specs.matrices)
     specs = replace(specs, matrices=matrices)
-    rows = price_rows(specs, CostTable.analytic("h200"), 16, UNLIMITED)
+    rows = price_rows(specs, H200, 16, UNLIMITED)
     prices = {row.key: row.ms for row in rows}
     problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
     return problem, greedy(problem, [])
@@ -393,12 +397,10 @@ def test_of_equal_prices_the_smaller_batch_wins():
 
 # ---- solvers that fail -------------------------------------------------------------------
 
-# GPT-2 XL's shapes under analytic costs: greedy is 7% above the optimum.
+# GPT-2 XL's shapes: greedy is 7% above the optimum.
 GPT2_XL = ((1600, 4800), (1600, 1600), (1600, 6400))
 GPT2_PRICES = {
-    (r, c, "bfloat16"): tuple(
-        CostTable.analytic("h200").batch_ms((r, c, "bfloat16"), b) for b in range(1, MAX_BATCH + 1)
-    )
+    (r, c, "bfloat16"): tuple(H200.batch_ms((r, c, "bfloat16"), b) for b in range(1, MAX_BATCH + 1))
     for r, c in GPT2_XL
 }
 HARD = Instance((*GPT2_PRICES, (1600, 6400, "bfloat16")) * 48, 16, GPT2_PRICES, OwnerLimits())

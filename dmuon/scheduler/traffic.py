@@ -1,0 +1,248 @@
+"""What ranks send in a training step because of Muon: bytes, milliseconds, and what of it shows.
+
+Whoever sends what follows from the plan, the layout, and where the ranks sit::
+
+    sharded    gather, scatter         each piece to its owner and back, hidden behind Newton-Schulz
+               replicate               HSDP: updates to the other replicas, as well
+    replicated updates                 owners broadcast, hidden behind Newton-Schulz
+    reduce_to_owner                    the same, and gradients to their owners in backward
+    dedicated  weights, gradients      in forward and backward; with replicas also between these
+
+Of the step's own traffic the first gather and the last scatter show, and what takes longer than the
+Newton-Schulz that hides it. What travels in forward and backward is hidden behind the model, which
+is not known here. AdamW adds nothing to what a framework sends anyway; exchanges among co-owners
+are in the prices.
+
+FSDP2 is taken to cut dim 0 (of short stacks, dim 1); a mesh axis whose name contains "replic" holds
+replicas (in `dedicated`, all axes but the last).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmuon.config import ReplicatedOptions, ShardedOptions
+from dmuon.scheduler.costs import AnalyticDevice, device_of
+from dmuon.scheduler.plan import OwnershipPlan, bucket_count
+from dmuon.scheduler.specs import ITEM_SIZE, Box
+from dmuon.types import KernelChoice, Layout
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One purpose, as ``Muon.stats()["bytes"]`` names it, in the "step", "forward" or "backward".
+
+    By rank: bytes ``handed`` to collectives, [world]; bytes that it sends and that come to it,
+    [2, world], ``inside`` its node and ``across`` nodes."""
+
+    purpose: str
+    when: str
+    handed: Floats
+    inside: Floats
+    across: Floats
+
+    def ms(self, device: AnalyticDevice) -> float:
+        """Of the slowest rank; what it sends and what comes do not hold each other up."""
+        times = self.inside.max(0) / device.link, self.across.max(0) / device.network
+        return 1e3 * float(np.maximum(*times).max())
+
+    def to_dict(self, device: AnalyticDevice | None) -> dict[str, Any]:
+        columns = {"bytes": self.handed, "inside": self.inside[0], "across": self.across[0]}
+        found: dict[str, Any] = {"purpose": self.purpose, "when": self.when}
+        for name, values in columns.items():
+            found[name] = {"mean": float(values.mean()), "max": float(values.max())}
+        return found | {"ms": None if device is None else self.ms(device)}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """``flows`` of a plan over the links of ``device`` (None: unknown, so nothing takes time).
+    ``first`` is the part of the step's traffic that comes before, or after, all that can hide
+    it."""
+
+    plan: OwnershipPlan
+    flows: tuple[Flow, ...]
+    device: AnalyticDevice | None
+    first: float
+
+    @property
+    def ms(self) -> float | None:
+        """What the step sends takes so long: the slowest rank."""
+        if self.device is None:
+            return None
+        return sum(f.ms(self.device) for f in self.flows if f.when == "step")
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """What of it Newton-Schulz does not hide."""
+        if self.ms is None:
+            return None
+        shown = self.first * self.ms
+        return min(self.ms, shown + max(0.0, self.ms - shown - self.plan.makespan_ms))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON."""
+        ms, exposed = self.ms, self.exposed_ms
+        hidden = None if ms is None or exposed is None else ms - exposed
+        flows = [flow.to_dict(self.device) for flow in self.flows]
+        return {"ms": ms, "hidden_ms": hidden, "exposed_ms": exposed, "flows": flows}
+
+
+def traffic(plan: OwnershipPlan, item: int | None = None) -> Traffic:
+    """What a plan's ranks send, a pure function of it; ``item``: bytes of an element in the
+    Newton-Schulz dtype (None: of the plan's kernels, else 2)."""
+    if item is None:
+        kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
+        item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
+    topology = plan.topology
+    device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
+    counts: Counter[int] = Counter()
+    owned: Counter[int] = Counter()
+    for batch in plan.batches:
+        for rank in batch.ranks:
+            counts[rank] += 1
+            numel = sum(plan.specs.matrices[i].numel for i in batch.matrices)
+            owned[rank] += item * numel // len(batch.ranks)
+    is_sharded = plan.layout is Layout.SHARDED
+    size = ShardedOptions().bucket_bytes if is_sharded else ReplicatedOptions().publish_bucket_bytes
+    largest, most = max(owned.values(), default=0), max(counts.values(), default=1)
+    count = bucket_count(largest, most, size, None)
+    flows = _FLOWS[plan.layout](_Mesh(plan), item) if topology.world > 1 else ()
+    moving = tuple(flow for flow in flows if flow.handed.any())
+    return Traffic(plan, moving, device, 1 / (2 * count - 2 if count > 2 else count))
+
+
+class _Mesh:
+    """Where the ranks of a plan sit: their nodes and replicas, and the ``places`` in a replica."""
+
+    def __init__(self, plan: OwnershipPlan) -> None:
+        self.plan, topology = plan, plan.topology
+        self.world = topology.world
+        self.node = np.array([topology.node(rank) for rank in range(self.world)])
+        every, axes = range(len(topology.shape)), [*range(0)]
+        if plan.layout is Layout.SHARDED:
+            axes = [i for i in every if "replic" in topology.axes[i].lower()]
+        elif plan.layout is Layout.DEDICATED:
+            axes = [*every[:-1]]
+        others = [i for i in every if i not in axes]
+        self.replicas = math.prod(topology.shape[i] for i in axes)
+        # The rank at each place of each replica.
+        ranks = np.arange(self.world).reshape(topology.shape).transpose(*axes, *others)
+        self.ranks = ranks.reshape(self.replicas, -1)
+        self.replica, self.place = np.empty((2, self.world), np.int64)
+        for replica, mine in enumerate(self.ranks):
+            self.replica[mine], self.place[mine] = replica, np.arange(len(mine))
+
+    def near(self, values: Floats) -> Floats:
+        """For each rank the sum over its node."""
+        found: Floats = np.bincount(self.node, values)[self.node]
+        return found
+
+    def ring(self, purpose: str, when: str, handed: Floats, ranks: int, part: float = 1.0) -> Flow:
+        """So many ranks pass a ``part`` of what they hand over on along rings, as many as there are
+        on a node, of which each leaves the node at another rank."""
+        columns = min(self.plan.topology.columns, ranks)
+        across, sent = (ranks > columns) / columns, np.array([part * handed] * 2)
+        return Flow(purpose, when, handed, (1 - across) * sent, across * sent)
+
+
+def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
+    plan, domains = mesh.plan, mesh.plan.limits.domains
+    owned: dict[Any, Floats] = defaultdict(lambda: np.zeros(mesh.world))
+    for batch in plan.batches:
+        for i in batch.matrices:
+            matrix = plan.specs.matrices[i]
+            shape = plan.specs.parameters[matrix.parameter].shape
+            box, long = matrix.box(shape), matrix.form.dims(len(shape))[matrix.cols >= matrix.rows]
+            domain = plan.limits.domain_of[i] if domains else -1
+            for j, owner in enumerate(batch.ranks):
+                key = shape, box, long, j, len(batch.ranks), domain, mesh.replica[batch.owner]
+                owned[key][owner] += item
+    zeros = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
+    handed, scattered, first, links = *np.zeros((3, mesh.world)), zeros
+    for (shape, box, long, j, count, domain, replica), owners in owned.items():
+        members = np.array(domains[domain] if domain >= 0 else range(mesh.world))
+        if len(members) == 1:
+            continue
+        among = members[mesh.replica[members] == replica]
+        pieces = np.zeros(mesh.world)
+        pieces[among] = _pieces(shape, box, long, j, count, len(among), mesh)
+        sent, come = pieces * (owners.sum() - owners), owners * (pieces.sum() - pieces)
+        inside = pieces * (mesh.near(owners) - owners), owners * (mesh.near(pieces) - pieces)
+        links += np.array([inside, np.array((sent, come)) - inside])
+        handed, scattered = handed + sent, scattered + come
+        first += pieces * owners.sum()
+    yield Flow("gather", "step", handed, *links)
+    yield Flow("scatter", "step", scattered, *links[:, ::-1])
+    links = np.zeros_like(links)
+    for step in range(1, mesh.replicas):
+        partner = mesh.ranks[(mesh.replica + step) % mesh.replicas, mesh.place]
+        is_near = mesh.node == mesh.node[partner]
+        for level, some in enumerate((is_near, ~is_near)):
+            links[level, 0] += first * some
+            links[level, 1, partner] += first * some
+    yield Flow("replicate", "step", first * (mesh.replicas - 1), *links)
+
+
+def _pieces(
+    shape: tuple[int, ...], box: Box, long: int, j: int, count: int, among: int, mesh: _Mesh
+) -> Floats:
+    """Elements that each of these ranks holds of the j-th of ``count`` slices, along dim ``long``,
+    of a matrix at this box of a parameter: rows, or even shares of what not all of a replica hold,
+    and of stacks of fewer matrices than ranks."""
+    low, size = box.offset[long], box.shape[long]
+    low, high = low + size * j // count, low + size * (j + 1) // count
+    rest = box.numel // size * (high - low)
+    if among < mesh.ranks.shape[1] or (len(shape) > 2 and shape[0] < among):
+        return np.full(among, rest / among)
+    begin, end = (low, high) if long == 0 else (box.offset[0], box.ends[0])
+    edges = np.minimum(np.arange(among + 1) * -(-shape[0] // among), shape[0])
+    rows = np.diff(np.clip(edges, begin, end))
+    return rows * (rest / (end - begin))
+
+
+def _broadcast(mesh: _Mesh, item: int) -> Iterator[Flow]:
+    total = item * sum(matrix.numel for matrix in mesh.plan.specs.matrices)
+    yield mesh.ring("updates", "step", np.full(mesh.world, float(total)), mesh.world)
+
+
+def _weight_bytes(mesh: _Mesh) -> Floats:
+    """Of the weights whose owner is at the place of each rank, in some replica."""
+    plan, found = mesh.plan, np.zeros(mesh.ranks.shape[1])
+    for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
+        found[mesh.place[owner]] += matrix.numel * ITEM_SIZE[matrix.dtype]
+    return found[mesh.place]
+
+
+def _reduced(mesh: _Mesh, item: int) -> Iterator[Flow]:
+    yield from _broadcast(mesh, item)
+    every = np.full(mesh.world, _weight_bytes(mesh).sum())
+    yield mesh.ring("gradients", "backward", every, mesh.world, 1 - 1 / mesh.world)
+
+
+def _dedicated(mesh: _Mesh, item: int) -> Iterator[Flow]:
+    kept, (replicas, shards) = _weight_bytes(mesh), mesh.ranks.shape
+    every, part = np.full(mesh.world, kept.sum() / replicas), 1 - 1 / shards
+    for when in ("forward", "backward"):
+        yield mesh.ring("weights", when, every, shards, part)
+    yield mesh.ring("gradients", "backward", every, shards, part)
+    if replicas > 1:  # along columns of the mesh, so across nodes
+        sent = np.array([kept] * 2)
+        yield Flow("weights to holders", "forward", kept, 0 * sent, sent)
+        yield Flow("gradients across replicas", "backward", kept, 0 * sent, sent)
+
+
+_FLOWS: dict[Layout, Callable[[_Mesh, int], Iterator[Flow]]] = {
+    Layout.SHARDED: _sharded,
+    Layout.REPLICATED: _broadcast,
+    Layout.REDUCED: _reduced,
+    Layout.DEDICATED: _dedicated,
+}
