@@ -12,6 +12,7 @@ import torch
 from dmuon.types import OwnershipError
 from tests.distributed.harness import Pools, distributed
 from tests.distributed.test_checkpoints import CASES, Training
+from tests.distributed.test_same_bits import weights_of
 from tests.distributed.test_variants import far, reference
 
 SPLITS: dict[str, Any] = {
@@ -48,6 +49,33 @@ def test_each_step_passes_its_verification(rank: int, world: int, name: str) -> 
     steps = {m.name.partition("experts.")[2]: m.steps for m in matrices}
     assert steps["w1[0][0::2]"] == (2, 1) and steps["w2[3][:, 1::3]"] == (1, 3)
     training.close()
+
+
+WOVEN = {
+    "qkv.weight": "interleaved:3",
+    "experts.weight": "interleaved:4",
+    "wide0.weight": {"sizes": "interleaved:2", "dim": 1},
+    "large0.weight": "interleaved:8",
+    "thin.weight": {"sizes": "interleaved:3", "transposed": False},
+}
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_bits_are_those_of_one_process(pools: Pools, method: str) -> None:
+    how = {"ns_dtype": torch.float32, "method": method, "request": {"splits": WOVEN}}
+
+    def bits(world: int, form: str) -> list[dict[str, str]]:
+        return pools(world).run(weights_of.__module__, "weights_of", {"form": form, **how})
+
+    (expected,) = bits(1, "plain")
+    for world, forms in {
+        2: ["fsdp", "tp", "ddp", "reduced"],
+        3: ["fsdp"],
+        4: ["tp+fsdp", "hsdp"],
+    }.items():
+        for form in forms:
+            for found in bits(world, form):
+                assert found == expected, (world, form)
 
 
 @distributed(2)
