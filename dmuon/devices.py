@@ -119,6 +119,10 @@ class Device:
         """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
         return 0, 0
 
+    def facts(self) -> str:
+        """What else decides which kernels run, for people."""
+        return ""
+
     def why_no_triton(self) -> str | None:
         """None if our Triton kernels can run here, else the reason and what to do about it."""
         return (
@@ -178,6 +182,14 @@ class Cuda(Device):
 
     def capability(self) -> tuple[int, int]:
         return _capability(self.device)
+
+    def facts(self) -> str:
+        if torch.version.hip is not None:
+            return f"ROCm {torch.version.hip}"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return "CUDA {}, NCCL {}, compute capability {}.{}".format(
+            torch.version.cuda, nccl, *self.capability()
+        )
 
     def why_no_triton(self) -> str | None:
         if not torch.cuda.is_available():
