@@ -103,7 +103,9 @@ def test_who_imports_what():
     assert "dmuon.scheduler.plan" in GRAPH["dmuon.api"]  # the graph is not empty
     tops = {"dmuon", "dmuon.__main__", "dmuon.optim", "dmuon.tools.equivalence"}
     assert {m for m, found in GRAPH.items() if "dmuon.api" in found} <= tops
-    assert {m for m, found in GRAPH.items() if "dmuon" in found} <= {"dmuon.tools.doctor"}  # its version
+    assert {m for m, found in GRAPH.items() if "dmuon" in found} <= {
+        "dmuon.tools.doctor"
+    }  # its version
     # `parallel_models` makes DTensors, for the built-in models of the `check` command.
     allowed = {"dmuon.dtensors", "dmuon.tools.parallel_models"}
     assert importers_of("torch.distributed.tensor") <= allowed
