@@ -38,7 +38,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 {line}
 losses = []
-for _ in range(20):
+for _ in range(300):
     x = torch.randn(64, 16)
     loss = nn.functional.mse_loss(model(x), x[:, :4])
     loss.backward()
