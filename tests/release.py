@@ -150,7 +150,9 @@ def use(python: str, wheel: Path, line: str, folder: Path) -> None:
     try:
         for arguments in USED:
             print(f"$ python {arguments}", flush=True)
-            run(python, *arguments.split(), cwd=folder)
+            tried = [python, *arguments.split()]
+            done = subprocess.run(tried, cwd=folder, text=True, stdout=-1, stderr=subprocess.STDOUT)
+            assert done.returncode == 0, done.stdout
     finally:
         os.environ.update({name: value for name, value in hidden.items() if value is not None})
 
