@@ -65,4 +65,4 @@ dist: $(INSTALLED)
 # --quiet, which does not count warnings.
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	@echo "out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
+	@echo "out/site/index.html"
