@@ -166,13 +166,13 @@ def test_the_house_is_small():
     assert not exceeded, (exceeded, chain, protocols)
 
 
-PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md"))]
 
 
 def test_pages_name_files_and_commands_that_exist():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     files = re.findall(r"`((?:[a-z_]+/)*[a-z_*]+\.py)`", text)
-    roots = REPOSITORY, PACKAGE, REPOSITORY / "benchmarks"
+    roots = REPOSITORY, PACKAGE, REPOSITORY / "benchmarks", REPOSITORY / "tests"
     assert not [name for name in files if not any(any(root.glob(name)) for root in roots)]
     commands = re.findall(r"python -m ([a-z_.]*[a-z_])", text)
     assert not [name for name in commands if find_spec(name) is None]
