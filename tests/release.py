@@ -3,7 +3,7 @@
 ``python -m tests.release`` (`make dist`). The last commit counts, not the working tree. The wheel
 is built from the sdist, and again from the clone; both must hold the same. It is installed into an
 empty environment that has nothing but torch, and there, away from the sources, `USED` runs: the
-line of the README, a sharded training on two processes, every command.
+line of the README, docs/first-run.md with two processes and TensorBoard, every command.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 LINE = re.compile(r"^opt = dmuon\.Muon\(.*\)", re.MULTILINE)
+SCRIPT = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 ONE_LINE = """
 import importlib.metadata, importlib.resources, pathlib, sys
@@ -50,35 +51,19 @@ print(opt.report())
 print("loss %.3f -> %.3f" % (losses[0], losses[-1]))
 """
 
-SHARDED = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+WRITTEN = """
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import dmuon
-
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
-for p in model.parameters():
-    dist.broadcast(p.data, 0)
-fully_shard(model)
-{line}
-for _ in range(3):
-    model(torch.randn(8, 16)).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    opt.step()
-    opt.zero_grad()
-if dist.get_rank() == 0:
-    print("sharded on", dist.get_world_size(), "processes:", opt.stats()["steps"], "steps")
-dist.destroy_process_group()
+events = EventAccumulator("runs/dmuon").Reload()
+losses = [event.value for event in events.Scalars("loss")]
+assert losses[-1] < 0.6 * losses[0] and "newton_schulz_ms" in events.Tags()["scalars"], losses
 """
 
 # Run as `python ARGUMENTS` in the new environment, in an empty folder.
 USED = (
     "one_line.py",
-    "-m torch.distributed.run --standalone --nproc-per-node=2 sharded.py",
+    "-m torch.distributed.run --standalone --nproc-per-node=2 train.py",
+    "written.py",
     "-m dmuon --help",
     "-m dmuon doctor",
     "-m dmuon plan --model qwen2.5-7b --mesh 4x8 --save plan.json --html plan.html",
@@ -99,10 +84,8 @@ def main() -> None:
         clone = Path(folder, "clone")
         run("git", "clone", "--quiet", str(REPOSITORY), str(clone))
         wheel = build(clone, out)
-        line = LINE.search((clone / "README.md").read_text(encoding="utf-8"))
-        assert line, "the README's line is gone"
         python = installed(wheel, clone, Path(folder, "environment"))
-        use(python, wheel, line[0], Path(folder, "user"))
+        use(python, programs(clone, wheel.name.split("-")[1]), Path(folder, "user"))
     print(f"ready: {', '.join(str(path) for path in sorted(out.iterdir()))}")
 
 
@@ -136,16 +119,28 @@ def installed(wheel: Path, clone: Path, folder: Path) -> str:
     pins = "-c", str(clone / "constraints.txt")
     run(*pip, *pins, "torch")
     run(*pip, *pins, str(wheel))
+    run(python, "-c", "import dmuon.tools.doctor")  # before more is installed
+    run(*pip, *pins, "tensorboard")
     run(python, "-m", "pip", "--disable-pip-version-check", "check")
     return python
 
 
-def use(python: str, wheel: Path, line: str, folder: Path) -> None:
-    """Run `USED` there."""
+def programs(clone: Path, version: str) -> dict[str, str]:
+    """What the pages tell users to write, by file name."""
+    line = LINE.search((clone / "README.md").read_text(encoding="utf-8"))
+    script = SCRIPT.search((clone / "docs" / "first-run.md").read_text(encoding="utf-8"))
+    assert line and script, "README.md or docs/first-run.md has lost its code"
+    assert "STEPS, LENGTH = 200" in script[1]
+    fewer = script[1].replace("STEPS, LENGTH = 200", "STEPS, LENGTH = 30")
+    one_line = ONE_LINE.format(version=version, line=line[0])
+    return {"one_line.py": one_line, "train.py": fewer, "written.py": WRITTEN}
+
+
+def use(python: str, files: dict[str, str], folder: Path) -> None:
+    """Run `USED` there, beside these files."""
     folder.mkdir()
-    version = wheel.name.split("-")[1]
-    for name, text in (("one_line.py", ONE_LINE), ("sharded.py", SHARDED)):
-        (folder / name).write_text(text.format(version=version, line=line), encoding="utf-8")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     hidden = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "VIRTUAL_ENV")}
     try:
         for arguments in USED:

@@ -81,7 +81,8 @@ def _accelerators() -> str:
 
 def _triton() -> str:
     device = devices.default_device()
-    reason = why_not("triton", device, devices.of(device).ns_dtype())
+    own = devices.of(device)
+    reason = own.why_no_triton() or why_not("triton", device, own.ns_dtype())
     used = "used where it is faster" if reason is None else f"not used: {reason}"
     return f"{_versions('triton') or 'not installed'}; {used}"
 
