@@ -24,6 +24,7 @@ BESIDE = {  # pages of the repository outside of docs/, and their names on the s
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+UNSEARCHED = "---\nsearch: { exclude: true }\n---\n"  # what files hold would bury what pages say
 PLACES = {page: path for path, page in BESIDE.items()}
 
 
@@ -100,14 +101,14 @@ def _listing(path: str) -> str:
     if len(lines) > 2000:
         text = "\n".join([*lines[:2000], f"... ({len(lines) - 2000} more lines)"])
     language = {".py": "python", ".json": "json"}.get(Path(path).suffix, "text")
-    return f"# {path}\n\n`````{language}\n{text}\n`````\n"
+    return f"{UNSEARCHED}# {path}\n\n`````{language}\n{text}\n`````\n"
 
 
 def _folder(path: str) -> str:
     names = sorted(
         p.name for p in (REPOSITORY / path).iterdir() if not p.name.startswith(("_", "."))
     )
-    return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
+    return f"{UNSEARCHED}# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
 
 
 class LiteralBlocks(Extension):

@@ -11,6 +11,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, and print what was found."""
-    found = {name: _found(look) for name, look in _LOOKS.items()}
+    own = devices.of(devices.default_device())
+    found = {name: _found(partial(look, own)) for name, look in _LOOKS.items()}
     lines = (f"{name:<14} {text}" for name, text in found.items())
     show(lambda: "\n".join(lines), lambda: found, args.json)
     return 0
@@ -64,92 +66,81 @@ def _versions(*names: str) -> str:
     return ", ".join(found)
 
 
-def _cpu() -> str:
+def _cpu(own: devices.Device) -> str:
     free, total = (size / 2**30 for size in devices.host_memory())
-    cores = f"{os.cpu_count()} cores; {free:.1f} of {total:.1f} GiB free"
-    return f"{devices.of('cpu').name()} of {cores}"
+    return f"{devices.of('cpu').name()} of {os.cpu_count()}; {free:.1f} of {total:.1f} GiB free"
 
 
-def _accelerators() -> str:
-    kind = devices.default_device().type
-    if kind == "cpu":
-        return "none that this torch can use"
-    each = (devices.of(torch.device(kind, i)) for i in range(torch.accelerator.device_count()))
+def _accelerators(own: devices.Device) -> str:
+    count = 0 if own.is_cpu else torch.accelerator.device_count()
+    each = (devices.of(torch.device(own.device.type, i)) for i in range(count))
     named = Counter(", ".join(filter(None, (one.name(), one.facts()))) for one in each)
-    return "; ".join(f"{count} x {name}" for name, count in named.items())
+    return "; ".join(f"{n} x {name}" for name, n in named.items()) or "none that this torch can use"
 
 
-def _triton() -> str:
-    device = devices.default_device()
-    own = devices.of(device)
-    reason = own.why_no_triton() or why_not("triton", device, own.ns_dtype())
+def _triton(own: devices.Device) -> str:
+    reason = own.why_no_triton() or why_not("triton", own.device, own.ns_dtype())
     used = "used where it is faster" if reason is None else f"not used: {reason}"
     return f"{_versions('triton') or 'not installed'}; {used}"
 
 
-def _process_groups() -> str:
-    kind = devices.default_device().type
+def _process_groups(own: devices.Device) -> str:
     there = ", ".join(name for name in _BACKENDS if dist.is_backend_available(name))
+    kind = own.device.type
     return f"{there}; {dist.get_default_backend_for_device(kind)} for tensors on {kind}"
 
 
-def _launcher() -> str:
+def _launcher(own: devices.Device) -> str:
     if (world := os.environ.get("WORLD_SIZE")) is None:
         return "none (WORLD_SIZE is not set): one process"
     rank, here = os.environ.get("RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     return f"rank {rank} of {world}, {here} per node"
 
 
-def _newton_schulz() -> str:
-    device = devices.default_device()
-    dtype, why = devices.of(device).ns_dtype(), "the fastest that is accurate enough"
-    if device.type == "cpu":
+def _newton_schulz(own: devices.Device) -> str:
+    dtype, why = own.ns_dtype(), "the fastest that is accurate enough"
+    if own.is_cpu:
         speed = "slow" if dtype is torch.float32 else "fast"
         why = f"bfloat16 products are {speed} here (timed)"
-    return f"{str(dtype).removeprefix('torch.')} on {device}: {why}"
+    return f"{str(dtype).removeprefix('torch.')} on {own.device}: {why}"
 
 
-def _kernels() -> str:
-    device = devices.default_device()
-    dtype = devices.of(device).ns_dtype()
+def _kernels(own: devices.Device) -> str:
+    device, dtype = own.device, own.ns_dtype()
     speeds = measured_speeds(device, dtype, max(min(shape) for shape in _SHAPES))
     kernels = (fixed_choice(m, n, dtype, device, 5, speeds=speeds) for m, n in _SHAPES)
     named = ", ".join(f"{kernel} for {m}x{n}" for (m, n), kernel in zip(_SHAPES, kernels))
-    how = "products were timed" if device.type == "cpu" else "by rule"
+    how = "products were timed" if own.is_cpu else "by rule"
     return f"{named} ({how}; measured plans time each shape)"
 
 
-def _solver() -> str:
+def _solver(own: devices.Device) -> str:
     if not (engines := available_engines()):
         return "greedy and covering search alone; pip install 'pulp[highs]' for the others"
     return f"{engines[0]}, where greedy is not proven optimal ({_versions('pulp', 'highspy')})"
 
 
-def _cache() -> str:
-    folder, name = cache_directory(), devices.of(devices.default_device()).name()
-    if folder is None:
+def _cache(own: devices.Device) -> str:
+    if (folder := cache_directory()) is None:
         return "none, since there is no home directory: each run measures its costs"
-    files = sorted(folder.glob("*.json"))
-    size, fitting, shapes = sum(file.stat().st_size for file in files) / 1024, 0, 0
+    files, shapes = sorted(folder.glob("*.json")), []  # of each file that fits
     for file in files:
         with suppress(KeyError, OSError, TypeError, ValueError):  # not ours
             key = CacheKey(**parse(read_text(file))["key"])
             table, _ = read_cache(folder, key)
-            if (
-                table
-                and key.torch == torch.__version__
-                and (key.device + ",").startswith(name + ",")
-            ):
-                fitting, shapes = fitting + 1, shapes + len(table.entries)
-    of_this = f"{fitting} for this torch, device and threads, with {shapes} shapes"
-    return f"{folder}: {len(files)} files, {size:.0f} KiB; {of_this}"
+            is_here = (key.device + ",").startswith(own.name() + ",")
+            if table and is_here and key.torch == torch.__version__:
+                shapes.append(len(table.entries))
+    size = sum(file.stat().st_size for file in files) / 1024
+    fitting = f"{len(shapes)} for this torch, device and threads, with {sum(shapes)} shapes"
+    return f"{folder}: {len(files)} files, {size:.0f} KiB; {fitting}"
 
 
-_LOOKS: dict[str, Callable[[], str]] = {
-    "dmuon": lambda: __version__,
-    "torch": lambda: str(torch.__version__),
-    "python": platform.python_version,
-    "system": platform.platform,
+_LOOKS: dict[str, Callable[[devices.Device], str]] = {
+    "dmuon": lambda _: __version__,
+    "torch": lambda _: str(torch.__version__),
+    "python": lambda _: platform.python_version(),
+    "system": lambda _: platform.platform(),
     "cpu": _cpu,
     "accelerators": _accelerators,
     "triton": _triton,
@@ -159,5 +150,5 @@ _LOOKS: dict[str, Callable[[], str]] = {
     "kernels": _kernels,
     "solver": _solver,
     "cost cache": _cache,
-    "frameworks": lambda: _versions(*_FRAMEWORKS) or "none of those that dmuon knows",
+    "frameworks": lambda _: _versions(*_FRAMEWORKS) or "none of those that dmuon knows",
 }

@@ -115,7 +115,7 @@ def test_accelerators_are_named_and_counted(capsys, monkeypatch):
 
 
 def test_what_fails_is_said_and_the_rest_is_printed(capsys, monkeypatch):
-    def broken() -> str:
+    def broken(own: devices.Device) -> str:
         raise OSError(f"{Path.home()}/lib.so\nis damaged")
 
     monkeypatch.setitem(doctor._LOOKS, "solver", broken)
