@@ -184,12 +184,9 @@ class Cuda(Device):
         return _capability(self.device)
 
     def facts(self) -> str:
-        if torch.version.hip is not None:
-            return f"ROCm {torch.version.hip}"
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        return "CUDA {}, NCCL {}, compute capability {}.{}".format(
-            torch.version.cuda, nccl, *self.capability()
-        )
+        built = f"CUDA {torch.version.cuda}, ROCm {torch.version.hip}, NCCL {nccl}"
+        return "{}, compute capability {}.{}".format(built, *self.capability())
 
     def why_no_triton(self) -> str | None:
         if not torch.cuda.is_available():

@@ -1,5 +1,5 @@
-"""Hooks of the documentation site (mkdocs.yml): the README as home page, other pages beside it, files
-of the repository as pages, lists of pages in the navigation, and docstrings as Markdown.
+"""Hooks of the documentation site (mkdocs.yml): README and other pages beside docs/, files of the
+repository as pages, lists of pages in the navigation, and docstrings as Markdown.
 
 Pages are written for the repository and link to its files. On the site, a link to a file outside of
 docs/ leads to a page that shows the file; a link to a file that does not exist is an error.

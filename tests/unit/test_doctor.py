@@ -114,6 +114,14 @@ def test_accelerators_are_named_and_counted(capsys, monkeypatch):
     assert "for tensors on xpu" in found["process groups"]
 
 
+def test_a_gpu_is_told_with_what_torch_was_built_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(devices.Cuda, "capability", lambda self: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    facts = devices.of("cuda").facts()
+    assert facts == "CUDA 12.9, ROCm None, NCCL 2.27.3, compute capability 9.0"
+
+
 def test_what_fails_is_said_and_the_rest_is_printed(capsys, monkeypatch):
     def broken(own: devices.Device) -> str:
         raise OSError(f"{Path.home()}/lib.so\nis damaged")
