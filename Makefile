@@ -13,7 +13,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
 
-.PHONY: help demo test lint bench docs soak
+.PHONY: help demo test lint bench docs dist soak
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make bench   measure; results in out/"
 	@echo "make soak    train for ten minutes in all layouts in turn, beside a twin in one process"
 	@echo "make docs    build the documentation site; out/site/index.html"
+	@echo "make dist    build wheel and sdist of the last commit, and try them; results in dist/"
 	@echo ""
 	@echo "PYTHON=... picks the interpreter for .venv; NPROC=... and ARGS='--steps 100' reach the demo."
 	@echo "TORCH=2.15.0 runs any of them with that torch, in .venv-2.15.0."
@@ -33,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	@$(PIP) 'setuptools>=77.0.3'
-	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks]'
+	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks,release]'
 	@touch $@
 
 # One thread a process: the processes share the cores.
@@ -57,8 +58,11 @@ bench: $(INSTALLED)
 soak: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --world $(NPROC) $(ARGS)
 
+dist: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.release
+
 # Links, anchors, the navigation and docstrings are checked: every warning is an error. Not with
 # --quiet, which does not count warnings.
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	@echo "out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
+	@echo "out/site/index.html"

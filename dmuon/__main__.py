@@ -1,4 +1,4 @@
-"""The command line: ``python -m dmuon {plan,profile,check}``."""
+"""The command line: ``python -m dmuon {plan,profile,check,doctor}``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ COMMANDS = {  # modules of `dmuon.tools`, whose docstrings are the descriptions
     "plan": "balance the matrices of a model over a mesh, without either of them",
     "profile": "measure what Newton-Schulz costs here",
     "check": "compare dmuon on several processes with Muon in one",
+    "doctor": "say what is installed here, and what dmuon would use",
 }
 
 

@@ -119,6 +119,10 @@ class Device:
         """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
         return 0, 0
 
+    def facts(self) -> str:
+        """What else decides which kernels run, for people."""
+        return ""
+
     def why_no_triton(self) -> str | None:
         """None if our Triton kernels can run here, else the reason and what to do about it."""
         return (
@@ -178,6 +182,11 @@ class Cuda(Device):
 
     def capability(self) -> tuple[int, int]:
         return _capability(self.device)
+
+    def facts(self) -> str:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        built = f"CUDA {torch.version.cuda}, ROCm {torch.version.hip}, NCCL {nccl}"
+        return "{}, compute capability {}.{}".format(built, *self.capability())
 
     def why_no_triton(self) -> str | None:
         if not torch.cuda.is_available():

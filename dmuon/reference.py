@@ -63,8 +63,8 @@ class ReferenceMuon(Optimizer):
         )  # fmt: skip
         group = check_muon_group(defaults.group())
         rule_of(group)
-        if isinstance(variant, str) and variant != "normuon":
-            raise ValueError(f"ReferenceMuon knows variant='normuon', found {variant!r}")
+        if isinstance(variant, str) and variant not in _VARIANTS:
+            raise ValueError(f"ReferenceMuon knows {list(_VARIANTS)}, found variant={variant!r}")
         # Of each parameter: a view of it (or of its like) a matrix, and what a variant keeps of it.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
         self._kept: dict[Tensor, list[dict[str, Tensor]]] = {}
@@ -124,8 +124,8 @@ class ReferenceMuon(Optimizer):
             update = g.add(momentum, alpha=mu) if group["nesterov"] else momentum
         buf.copy_(momentum)
         matrix = self._orthogonalize(update.reshape(w.shape[0], -1))
-        if group["variant"] is not None and matrix.any():
-            vary = _normuon if group["variant"] == "normuon" else partial(_varied, group["variant"])
+        if (named := group["variant"]) is not None and matrix.any():
+            vary = _VARIANTS[named] if isinstance(named, str) else partial(_varied, named)
             matrix = vary(matrix, kept)
         update = matrix.reshape(w.shape)
         decay = lr * group["weight_decay"]
@@ -182,6 +182,9 @@ def _normuon(matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
     kept["row_moment"] = moment = 0.95 * before + 0.05 * x.square().mean(1)
     scaled = x / (moment.sqrt() + 1e-8).unsqueeze(1)
     return (scaled * (x.norm() / scaled.norm())).to(matrix.dtype)
+
+
+_VARIANTS = {"normuon": _normuon}
 
 
 def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
-"""Hooks of the documentation site (mkdocs.yml): the README as home page, files of the repository as
-pages, lists of pages in the navigation, and docstrings as Markdown.
+"""Hooks of the documentation site (mkdocs.yml): README and other pages beside docs/, files of the
+repository as pages, lists of pages in the navigation, and docstrings as Markdown.
 
 Pages are written for the repository and link to its files. On the site, a link to a file outside of
 docs/ leads to a page that shows the file; a link to a file that does not exist is an error.
@@ -18,6 +18,14 @@ from mkdocs.structure.files import File
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
 SHOWN = "files"  # the folder of pages that show files
+BESIDE = {  # pages of the repository outside of docs/, and their names on the site
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+UNSEARCHED = "---\nsearch: { exclude: true }\n---\n"  # what files hold would bury what pages say
+PLACES = {page: path for path, page in BESIDE.items()}
 
 
 def on_config(config: Any) -> Any:
@@ -41,8 +49,9 @@ def _pages(entry: Any) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as index.md, and a page for each file of the repository that pages link to."""
-    files.append(File.generated(config, "index.md", abs_src_path=str(REPOSITORY / "README.md")))
+    """Add the pages beside docs/, and one for each file of the repository that pages link to."""
+    for path, page in BESIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / path)))
     for page in files.documentation_pages():
         for target, _ in LINK.findall(page.content_string):
             path = _in_repository(page.src_uri, target)
@@ -66,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = _in_repository(page.file.src_uri, match[1])
         target = _shown(path)
         if target is None:
-            target = "index.md" if path == "README.md" else path.removeprefix("docs/")
+            target = BESIDE.get(path, path.removeprefix("docs/"))
             if (REPOSITORY / path).is_dir():
                 target += "/README.md"
         here = posixpath.dirname(page.file.src_uri)
@@ -77,13 +86,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _in_repository(page: str, target: str) -> str:
     """The path in the repository that a link on a page of the site means."""
-    folder = "" if page == "index.md" else posixpath.join("docs", posixpath.dirname(page))
+    folder = "" if page in PLACES else posixpath.join("docs", posixpath.dirname(page))
     return posixpath.normpath(posixpath.join(folder, target))
 
 
 def _shown(path: str) -> str | None:
     """The page that shows a path of the repository; None if the path is a page itself."""
-    return None if path.startswith("docs/") or path == "README.md" else f"{SHOWN}/{path}.md"
+    return None if path.startswith("docs/") or path in BESIDE else f"{SHOWN}/{path}.md"
 
 
 def _listing(path: str) -> str:
@@ -92,14 +101,14 @@ def _listing(path: str) -> str:
     if len(lines) > 2000:
         text = "\n".join([*lines[:2000], f"... ({len(lines) - 2000} more lines)"])
     language = {".py": "python", ".json": "json"}.get(Path(path).suffix, "text")
-    return f"# {path}\n\n`````{language}\n{text}\n`````\n"
+    return f"{UNSEARCHED}# {path}\n\n`````{language}\n{text}\n`````\n"
 
 
 def _folder(path: str) -> str:
     names = sorted(
         p.name for p in (REPOSITORY / path).iterdir() if not p.name.startswith(("_", "."))
     )
-    return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
+    return f"{UNSEARCHED}# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
 
 
 class LiteralBlocks(Extension):

@@ -3,6 +3,7 @@
 Tests patch these to plant faults, to watch what is sent, or to be told what planning sees.
 """
 
+from dmuon.__main__ import _parser as parser_of
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.consensus import solve_on_first
 from dmuon.comm.dedicated.storage import Layer as DedicatedStorage
@@ -38,6 +39,7 @@ __all__ = [
     "host_can_read",
     "mesh_topology",
     "momentum_update",
+    "parser_of",
     "solve_on_first",
     "timeout_of",
 ]  # fmt: skip

@@ -194,16 +194,12 @@ _IMPORTS = ["dmuon.tools.check", "dmuon.tools.parallel_models", "torch.distribut
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
     """All rows, layout by layout."""
     rows: list[EquivalenceRow] = []
-    # Where there is fork, all processes share one import of torch.
-    fork = "forkserver" in multiprocessing.get_all_start_methods()
-    method = "forkserver" if fork else "spawn"
-    if fork:
-        multiprocessing.set_forkserver_preload(_IMPORTS)
+    multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all processes
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             if len(worlds) > 1:  # minutes on few cores
                 print(f"comparing on {world} processes ...", file=sys.stderr, flush=True)
-            start_processes(_check_worker, (world, args, folder), world, start_method=method)
+            start_processes(_check_worker, (world, args, folder), world, start_method="forkserver")
             made = json.loads(Path(folder, f"rows{world}.json").read_text())
             rows += (EquivalenceRow(**row) for row in made)
     rows.sort(key=lambda row: _LAYOUTS.index(row.layout.split()[0]))

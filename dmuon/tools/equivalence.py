@@ -170,7 +170,7 @@ def check_step_equivalence(
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
             `dedicate_params`, as tensor parallelism must be there.
         steps: how many steps to compare.
-        layout, options, planner: for `dedicate_params`.
+        layout: for `dedicate_params`, as are ``options`` and ``planner``.
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
             "auto") every rank also makes each update by itself, from whole gradient and momentum,
             and what it stores must be equal to the bit.

@@ -217,12 +217,6 @@ def test_muon_its_reference_and_config_share_their_defaults():
             assert ours[prefix + field.name].default == field.default
 
 
-def test_the_package_is_typed_and_its_version_is_that_of_the_project():
-    assert (REPOSITORY / "dmuon" / "py.typed").exists()
-    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^version = "(.+)"$', project, re.M)[1] == dmuon.__version__
-
-
 def test_examples_in_docstrings_are_true():
     tried = {}
     for module in SUBMODULES:

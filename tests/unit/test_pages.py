@@ -1,8 +1,11 @@
-"""Run the Python code of README.md and docs/, page by page, as a reader would.
+"""Run the code of README.md, docs/ and the pages beside them, page by page, as a reader would.
 
-Each page has one namespace. Its blocks run in order, after the model and data that pages may use
-without defining them (`prelude`), in a gloo group of one process if the page makes one. A block
-that cannot run has a comment right above it that says why: ``<!-- not run: needs two GPUs -->``.
+Each block says what it is. Python: each page has one namespace, and its blocks run in order, after
+the model and data that pages may use without defining them (`prelude`), in a gloo group of one
+process if the page makes one. Bash: lines of ``python -m dmuon`` are run. Data (`READERS`) are
+read. A block that cannot run has a comment right above it that says why: ``<!-- not run: needs two
+GPUs -->``; of its lines is checked that modules, files, targets and options exist. What is no code
+is "text".
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 import socket
 import sys
 import textwrap
-import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,17 +31,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon
+from dmuon.__main__ import main
+from tests.internals import parser_of
 from tests.unit.models import TinyGPT
+from tests.unit.test_imports import PAGES, REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^>]*?) -->\n\n?)?(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
-    re.MULTILINE | re.DOTALL,
+    r"^(?: *<!-- not run: (?P<why>[^>]*?) -->\n\n?)?"
+    r"(?P<indent> *)```(?P<kind>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$",
+    re.MULTILINE,
 )
 
 
 class Block(NamedTuple):
+    kind: str
     line: int  # of its first statement
     code: str
     why_not: str | None
@@ -44,9 +52,28 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     return [
-        Block(text.count("\n", 0, m.start("code")) + 1, textwrap.dedent(m["code"]), m["why"])
+        Block(
+            m["kind"],
+            text.count("\n", 0, m.start("code")) + 1,
+            textwrap.dedent(m["code"]),
+            m["why"],
+        )
         for m in BLOCK.finditer(text)
     ]
+
+
+def _yaml(text: str) -> object:
+    return pytest.importorskip("yaml").safe_load(text)
+
+
+def _toml(text: str) -> object:
+    return pytest.importorskip("tomllib").loads(text)
+
+
+READERS = {"json": json.loads, "yaml": _yaml, "toml": _toml}
+TARGETS = re.findall(
+    r"^(\w+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 def prelude() -> dict[str, Any]:
@@ -109,12 +136,17 @@ trainer = transformers.Trainer(
     optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}),
 )
 """
+FEWER = "STEPS, LENGTH = 2"  # of a page that trains for a minute
 GIVEN = {
     "docs/frameworks/accelerate.md": LLAMA + "pytest.importorskip('accelerate')",
     "docs/frameworks/lightning.md": "import pytest; pytest.importorskip('lightning'); "
     "loader = torch.utils.data.DataLoader(data, batch_size=None)",
     "docs/frameworks/peft.md": LLAMA + "pytest.importorskip('peft')",
     "docs/frameworks/trainer.md": LLAMA + "pytest.importorskip('accelerate')",
+    "docs/check.md": """
+loss_fn = lambda model, t: model(t).square().mean()
+batches = lambda step, data_rank: torch.randint(11, (4, 6))
+""",
     "docs/checkpoints.md": SHARDING + "rank, step, opt = 0, 1, dmuon.Muon(model)",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
@@ -132,14 +164,46 @@ def run(page: str, text: str, **given: Any) -> int:
     namespace, count = prelude() | given, 0
     exec(GIVEN.get(page, ""), namespace)
     for block in blocks(text):
-        if block.why_not is None:
-            code = "\n" * (block.line - 1) + block.code
+        place, is_run = f"{page}:{block.line}", block.why_not is None
+        if block.kind == "python" and is_run:
+            code = "\n" * (block.line - 1) + block.code.replace("STEPS, LENGTH = 200", FEWER)
             exec(compile(code, page, "exec"), namespace)
-            count += 1
+        elif block.kind == "bash":
+            for line in block.code.replace("\\\n", " ").splitlines():
+                try_command(shlex.split(line, comments=True), place, is_run)
+        elif block.kind in READERS:
+            READERS[block.kind](block.code)
+        elif block.kind not in ("python", "text"):
+            kinds = ", ".join(("python", "bash", *READERS, "text (no code)"))
+            pytest.fail(f"{place}: a block must say what it is: {kinds}; found {block.kind!r}")
+        count += is_run and block.kind != "text"
     return count
 
 
-class Writer(types.ModuleType):
+def try_command(words: list[str], place: str, is_run: bool) -> None:
+    """Check a line of a shell, and run it if it ``is_run`` and ours."""
+    words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+    if not words:
+        return
+    program, *arguments = words
+    if program.rpartition("/")[2] == "python" and arguments[0] == "-m":
+        _, module, *arguments = arguments
+        assert find_spec(module), f"{place}: there is no module {module}"
+        if module == "dmuon":
+            parser_of(arguments).parse_args(arguments)
+            if is_run:
+                assert main(arguments) == 0, f"{place}: {' '.join(words)} fails"
+                return
+        elif module == "pytest":
+            paths = [word for word in arguments if not word.startswith("-")]
+            assert all((REPOSITORY / path).exists() for path in paths), f"{place}: {paths}"
+    elif program == "make":
+        assert arguments[0] in TARGETS, f"{place}: make has no target {arguments[0]}"
+    if is_run:
+        pytest.fail(f"{place}: {program!r} is not run here: say why, <!-- not run: ... -->")
+
+
+class Writer(ModuleType):
     """In the place of W&B's module and of torch's TensorBoard, which needs another package: takes
     what theirs takes, and keeps it by name."""
 
@@ -159,12 +223,14 @@ class Writer(types.ModuleType):
         for name, value in data.items():
             self.add_scalar(name, value, step)
 
-    def SummaryWriter(self) -> Writer:
+    def SummaryWriter(self, log_dir: str | None = None) -> Writer:
         return self
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
         assert type(scalar_value) is float and type(global_step) is int
         self.written[tag].append((scalar_value, global_step))
+
+    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -219,11 +285,46 @@ def test_blocks_are_found_and_a_wrong_one_is_seen():
         "# A\n\n```python\nx = 1\n```\n\n- b\n\n  ```python\n  y = x + 1\n  ```\n\n"
         "<!-- not run: reason -->\n```python\nz = y / 0\n```\n"
     )
-    assert [(b.line, b.why_not) for b in blocks(text)] == [(4, None), (10, None), (15, "reason")]
+    assert [b[1::2] for b in blocks(text)] == [(4, None), (10, None), (15, "reason")]
     assert run("page.md", text) == 2
     with pytest.raises(ZeroDivisionError) as error:
         run("page.md", text.replace("not run: reason", ""))
     assert error.traceback[-1].lineno == 14 and str(error.traceback[-1].path).endswith("page.md")
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("```\nmake test\n```\n", "page.md:2: a block must say what it is.*found ''"),
+        ("```sh\nmake test\n```\n", "found 'sh'"),
+        ("```bash\nmake test\n```\n", "'make' is not run here"),
+        ("```bash\nX=1 pip install dmuon\n```\n", "'pip' is not run here"),
+        ("<!-- not run: long -->\n```bash\nmake tests\n```\n", "no target tests"),
+        ("<!-- not run: long -->\n```bash\npython -m dmuon.x\n```\n", "no module dmuon.x"),
+        ("<!-- not run: long -->\n```bash\npython -m pytest tests/x.py\n```\n", "tests/x.py"),
+        (
+            "<!-- not run: long -->\n```bash\npython -m dmuon plan --model\\\n x --mash 4\n```\n",
+            "2",
+        ),
+        ("```bash\npython -m dmuon plan --model none --mesh 4x8\n```\n", "4x8 fails"),
+        ("```json\n{1}\n```\n", "Expecting property name"),
+    ],
+)
+def test_a_block_that_is_not_run_says_why(block, found):
+    with pytest.raises(
+        (AssertionError, SystemExit, ValueError, pytest.fail.Exception), match=found
+    ):
+        run("page.md", block)
+
+
+def test_no_block_is_missed():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert len(blocks(text)) == len(re.findall(r"```python", text)), page
+        assert 2 * len(blocks(text)) == len(re.findall(r"^ *```", text, re.MULTILINE)), page
+
+
+def test_the_reference_lists_every_public_name():
+    text = (REPOSITORY / "docs/api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: dmuon\.(\w+)$", text, re.MULTILINE))
+    assert listed == set(dmuon.__all__)
+    assert all(f"](#dmuon.{name})" in text for name in listed)  # in the table of topics

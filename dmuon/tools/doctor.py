@@ -1,0 +1,154 @@
+"""Prints versions, devices and what dmuon would use here, and why, to be pasted into an issue.
+
+It sends nothing and makes no process group. Exit status 0, whatever is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from dmuon import __version__, devices
+from dmuon.kernels.choice import described, fixed_choice, measured_speeds, why_not
+from dmuon.scheduler.columns import available_engines
+from dmuon.scheduler.costs import CacheKey, cache_directory, read_cache
+from dmuon.scheduler.json_files import parse, read_text
+from dmuon.tools.plan import show
+
+_SHAPES = ((256, 256), (1024, 1024), (1024, 4096))  # whose kernels are named
+_BACKENDS = ("gloo", "nccl", "xccl", "hccl", "ucc", "mpi")
+_FRAMEWORKS = (
+    "transformers", "accelerate", "lightning", "peft", "torchtitan", "torchtune", "litgpt",
+    "lerobot", "verl", "nemo-automodel", "axolotl", "ms-swift",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    lines = "write the lines there, by name; - for standard output alone"
+    parser.add_argument("--json", metavar="PATH", help=lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, and print what was found."""
+    own = devices.of(devices.default_device())
+    found = {name: _found(partial(look, own)) for name, look in _LOOKS.items()}
+    lines = (f"{name:<14} {text}" for name, text in found.items())
+    show(lambda: "\n".join(lines), lambda: found, args.json)
+    return 0
+
+
+def _found(look: Callable[[], str]) -> str:
+    """What a function finds, in one line and without the path of the user's home."""
+    try:
+        text = look()
+    except Exception as error:  # the other lines are needed all the more
+        text = f"failed: {described(error)}"
+    home = os.path.expanduser("~").rstrip("/")
+    return " ".join((text.replace(home, "~") if home else text).split())
+
+
+def _versions(*names: str) -> str:
+    """Those that are installed, with versions."""
+    found = []
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
+def _cpu(own: devices.Device) -> str:
+    free, total = (size / 2**30 for size in devices.host_memory())
+    return f"{devices.of('cpu').name()} of {os.cpu_count()}; {free:.1f} of {total:.1f} GiB free"
+
+
+def _accelerators(own: devices.Device) -> str:
+    count = 0 if own.is_cpu else torch.accelerator.device_count()
+    each = (devices.of(torch.device(own.device.type, i)) for i in range(count))
+    named = Counter(", ".join(filter(None, (one.name(), one.facts()))) for one in each)
+    return "; ".join(f"{n} x {name}" for name, n in named.items()) or "none that this torch can use"
+
+
+def _triton(own: devices.Device) -> str:
+    reason = own.why_no_triton() or why_not("triton", own.device, own.ns_dtype())
+    used = "used where it is faster" if reason is None else f"not used: {reason}"
+    return f"{_versions('triton') or 'not installed'}; {used}"
+
+
+def _process_groups(own: devices.Device) -> str:
+    there = ", ".join(name for name in _BACKENDS if dist.is_backend_available(name))
+    kind = own.device.type
+    return f"{there}; {dist.get_default_backend_for_device(kind)} for tensors on {kind}"
+
+
+def _launcher(own: devices.Device) -> str:
+    if (world := os.environ.get("WORLD_SIZE")) is None:
+        return "none (WORLD_SIZE is not set): one process"
+    rank, here = os.environ.get("RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    return f"rank {rank} of {world}, {here} per node"
+
+
+def _newton_schulz(own: devices.Device) -> str:
+    dtype, why = own.ns_dtype(), "the fastest that is accurate enough"
+    if own.is_cpu:
+        speed = "slow" if dtype is torch.float32 else "fast"
+        why = f"bfloat16 products are {speed} here (timed)"
+    return f"{str(dtype).removeprefix('torch.')} on {own.device}: {why}"
+
+
+def _kernels(own: devices.Device) -> str:
+    device, dtype = own.device, own.ns_dtype()
+    speeds = measured_speeds(device, dtype, max(min(shape) for shape in _SHAPES))
+    kernels = (fixed_choice(m, n, dtype, device, 5, speeds=speeds) for m, n in _SHAPES)
+    named = ", ".join(f"{kernel} for {m}x{n}" for (m, n), kernel in zip(_SHAPES, kernels))
+    how = "products were timed" if own.is_cpu else "by rule"
+    return f"{named} ({how}; measured plans time each shape)"
+
+
+def _solver(own: devices.Device) -> str:
+    if not (engines := available_engines()):
+        return "greedy and covering search alone; pip install 'pulp[highs]' for the others"
+    return f"{engines[0]}, where greedy is not proven optimal ({_versions('pulp', 'highspy')})"
+
+
+def _cache(own: devices.Device) -> str:
+    if (folder := cache_directory()) is None:
+        return "none, since there is no home directory: each run measures its costs"
+    files, shapes = sorted(folder.glob("*.json")), []  # of each file that fits
+    for file in files:
+        with suppress(KeyError, OSError, TypeError, ValueError):  # not ours
+            key = CacheKey(**parse(read_text(file))["key"])
+            table, _ = read_cache(folder, key)
+            is_here = (key.device + ",").startswith(own.name() + ",")
+            if table and is_here and key.torch == torch.__version__:
+                shapes.append(len(table.entries))
+    size = sum(file.stat().st_size for file in files) / 1024
+    fitting = f"{len(shapes)} for this torch, device and threads, with {sum(shapes)} shapes"
+    return f"{folder}: {len(files)} files, {size:.0f} KiB; {fitting}"
+
+
+_LOOKS: dict[str, Callable[[devices.Device], str]] = {
+    "dmuon": lambda _: __version__,
+    "torch": lambda _: str(torch.__version__),
+    "python": lambda _: platform.python_version(),
+    "system": lambda _: platform.platform(),
+    "cpu": _cpu,
+    "accelerators": _accelerators,
+    "triton": _triton,
+    "process groups": _process_groups,
+    "launcher": _launcher,
+    "newton-schulz": _newton_schulz,
+    "kernels": _kernels,
+    "solver": _solver,
+    "cost cache": _cache,
+    "frameworks": lambda _: _versions(*_FRAMEWORKS) or "none of those that dmuon knows",
+}

@@ -1,0 +1,27 @@
+// Browsers start no worker for a page that was opened from a disk: there the search runs in a hidden
+// frame instead. (A site that a server sends does not need this.)
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      document.body.append(frame);
+      this.inside = frame.contentWindow;
+      const page = this.inside.document;
+      page.open();
+      page.write("<body></body>");
+      page.close();
+      this.inside.postMessage = (data) =>
+        this.dispatchEvent(new MessageEvent("message", { data }));
+      const script = page.createElement("script");
+      script.src = url;
+      this.loaded = new Promise((done) => script.addEventListener("load", done));
+      page.body.append(script);
+    }
+
+    postMessage(data) {
+      this.loaded.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+    }
+  };
+}
