@@ -56,7 +56,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 events = EventAccumulator("runs/dmuon").Reload()
 losses = [event.value for event in events.Scalars("loss")]
-assert losses[-1] < 0.6 * losses[0] and "newton_schulz_ms" in events.Tags()["scalars"], losses
+assert losses[-1] < 0.6 * losses[0] and "ns_ms" in events.Tags()["scalars"], losses
 """
 
 # Run as `python ARGUMENTS` in the new environment, in an empty folder.

@@ -233,8 +233,8 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
 
 
 def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
-    """The buffers of `Pipeline` on one rank, which is made on the meta device; on a
-    CPU, of all its operands too, which stay there."""
+    """The buffers of `Pipeline` on one rank, which is made on the meta device; on a CPU, all of the
+    rank's operands too, which stay there."""
     from collections import Counter
 
     import torch
