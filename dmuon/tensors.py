@@ -106,7 +106,7 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
         norm, most = torch.linalg.vector_norm, _MANY_ELEMENTS
         is_small = tensors[0].numel() <= min(_FEW_ELEMENTS, most // len(tensors))
         if is_small and len({t.shape for t in tensors}) == 1:
-            stack = torch.stack([*tensors]).view(len(tensors), -1)
+            stack = torch.stack([*tensors]).reshape(len(tensors), -1)
             norms = norm(stack, dim=1, dtype=wide).double()
         else:
             parts = [t.reshape(-1).split(most) if t.numel() > most else (t,) for t in tensors]

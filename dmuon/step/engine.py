@@ -409,15 +409,13 @@ class Engine(ABC):
         """The matrices whose updates this rank knows of, and their RMS over the learning rate."""
 
     def records(self) -> dict[int, Record]:
-        """Of the last steps whose numbers can be read without waiting for a device, by their count.
-        From the first call on steps leave copies of their numbers for the host."""
+        """Of the last steps whose numbers can be read without waiting for a device, by their count;
+        where that is not always the last one, from the first call on steps leave copies of them."""
+        if host_can_read(self._runtime.device) and self._settings.publish == "sync":
+            return {self._steps: self._record()} if self._steps else {}
         if self._records is None:
             self._records = deque(maxlen=3)
-        found = {r.steps: r for r in self._records if r.numbers.ready()}
-        is_done = host_can_read(self._runtime.device) and self._settings.publish == "sync"
-        if is_done and self._steps:
-            found[self._steps] = self._record()
-        return found
+        return {record.steps: record for record in self._records if record.numbers.ready()}
 
     def _record(self) -> Record:
         (matrices, rms), found = self._update_rms(), self._message.found
