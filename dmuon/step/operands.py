@@ -253,6 +253,7 @@ class Operands(_InOrder):
         self._sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._shapes]
         numels = [shape.numel() for _, shape in self._shapes[: self._count]]
         self._starts = [0, *accumulate(numels)]
+        self._stacks: dict[tuple[int, int], Tensor] = {}  # views that a step asks for
         kinds = [
             (state.blocks[k].group, self._shapes[n][0], n < self._count)
             for n, k in enumerate(self.order)
@@ -271,10 +272,12 @@ class Operands(_InOrder):
 
     def stack(self, first: int, last: int) -> Tensor:
         """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
-        _, shape = self._shapes[first]
-        numel = (last - first) * shape.numel()
-        flat = self._state.workspace.narrow(0, self._starts[first], numel)
-        return flat.view(last - first, *shape)
+        if (first, last) not in self._stacks:
+            _, shape = self._shapes[first]
+            numel = (last - first) * shape.numel()
+            flat = self._state.workspace.narrow(0, self._starts[first], numel)
+            self._stacks[first, last] = flat.view(last - first, *shape)
+        return self._stacks[first, last]
 
     def _equal(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of equal blocks that follow each other there."""
