@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.hooks import Coverage, attach, wait_points
+from dmuon.comm.hooks import Coverage, wait_points
 from tests.unit.models import WIDTH, Block, TinyGPT
 
 # ---- models of many habits ---------------------------------------------------------------
@@ -233,8 +233,8 @@ def counting():
     def count(name: str) -> None:
         calls[name] += 1
 
-    for point in wait_points(model):
-        attach(point, lambda: count("wait"), lambda: count("drain"))
+    points = wait_points(model)
+    Coverage(points, {}, lambda *_: count("wait"), lambda: count("drain"))
     return model, calls
 
 

@@ -28,7 +28,7 @@ from tests.unit.models import (
     tree,
     weights,
 )
-from tests.unit.test_routing import FAMILIES, REAL, real, skeleton
+from tests.unit.test_routing import REAL, real
 
 Form = Callable[[nn.Module], Any]
 
@@ -113,9 +113,9 @@ SMALL = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
+@pytest.mark.parametrize("name", SMALL)
 def test_every_form_is_routed_as_the_model(name, form):
-    model = SMALL[name]() if name in SMALL else skeleton(name)
+    model = SMALL[name]()
     alike(form(model), model, form is not FORMS["by their last names"])
 
 
