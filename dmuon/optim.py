@@ -32,7 +32,7 @@ from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
-from dmuon.comm.process_groups import check_launched, check_planned_together
+from dmuon.comm.process_groups import check_planned_together
 from dmuon.comm.transport import C10dTransport
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
@@ -132,9 +132,9 @@ class Muon(Optimizer):
     Raises:
         TypeError: a hyperparameter is of a wrong type, or there is no such keyword.
         ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
-            names tell what they are, they do not fit the ownership, or several processes were
-            launched without a process group. Errors of planning are raised at the first step, on
-            every rank.
+            names tell what they are, or they do not fit the ownership. Errors of planning are
+            raised at the first step, on every rank; there, too, if several processes were launched
+            and no process group was made.
     """
 
     @property
@@ -184,7 +184,6 @@ class Muon(Optimizer):
             "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
         }  # fmt: skip
-        check_launched("dmuon.Muon")
         given = read_groups(params)
         ownerships = _ownerships_in(params, given)
         transports = [o.runtime.transport for o in ownerships]
