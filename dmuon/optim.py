@@ -682,6 +682,8 @@ class Muon(Optimizer):
             found = super().state_dict()
         finally:
             self.state.update(kept)
+        # Entries of its own: torchtune puts others into them before it loads them.
+        found["state"] = {key: dict(entry) for key, entry in found["state"].items()}
         for group in found["param_groups"]:
             if isinstance(group.get("variant"), Rule):  # files hold plain values
                 group["variant"] = repr(group["variant"])

@@ -33,6 +33,11 @@ ENVIRONMENTS = {
         constrained=True,
         shown=("lightning", "jsonargparse"),
     ),
+    # Its command line reads URLs, which it does not ask for.
+    "litgpt": Environment(("litgpt==0.5.13", "requests==2.34.2"), shown=("litgpt", "lightning", "jsonargparse")),
+    "torchtune": Environment(
+        ("torchtune==0.6.1",), bare=("torchao==0.14.1",), shown=("torchtune", "torchao")
+    ),
 }
 
 
