@@ -178,8 +178,8 @@ class Muon(Optimizer):
     ) -> None:
         for name, value in others.items():
             if not config.is_idle(name, value):
-                known = signature(Muon.__init__).parameters
-                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {config.instead(name, known)}")
+                instead = config.instead(name, signature(Muon.__init__).parameters)
+                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead}")
         if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
             raise TypeError(
                 f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"

@@ -34,9 +34,33 @@ ENVIRONMENTS = {
         shown=("lightning", "jsonargparse"),
     ),
     # Its command line reads URLs, which it does not ask for.
-    "litgpt": Environment(("litgpt==0.5.13", "requests==2.34.2"), shown=("litgpt", "lightning", "jsonargparse")),
+    "litgpt": Environment(
+        ("litgpt==0.5.13", "requests==2.34.2"), shown=("litgpt", "lightning", "jsonargparse")
+    ),
     "torchtune": Environment(
         ("torchtune==0.6.1",), bare=("torchao==0.14.1",), shown=("torchtune", "torchao")
+    ),
+    # Not its cameras, motors and viewers, nor its torch and torchvision.
+    "lerobot": Environment(
+        (
+            "draccus==0.10.0",
+            "datasets==4.8.4",
+            "diffusers==0.35.2",
+            "huggingface_hub==0.35.3",
+            "accelerate==1.15.0",
+            "einops==0.8.1",
+            "av==15.1.0",
+            "jsonlines==4.0.0",
+            "packaging==25.0",
+            "termcolor",
+            "gymnasium==1.2.3",
+            "deepdiff==8.6.1",
+            "imageio",
+            "opencv-python-headless==4.12.0.88",
+            "pyserial==3.5",
+        ),
+        bare=("lerobot==0.4.4", "torchvision==0.28.0"),
+        shown=("lerobot", "accelerate", "datasets"),
     ),
 }
 

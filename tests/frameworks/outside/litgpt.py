@@ -59,6 +59,25 @@ seed: 0
 """
 
 
+class Loader(DataLoader):
+    """It goes on where it was, as litgpt's own streaming loaders do."""
+
+    used = 0
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.used:
+                self.used = number + 1
+                yield batch
+        self.used = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.used = state["used"]
+
+
 class Examples(DataModule):
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +87,7 @@ class Examples(DataModule):
         self.size = batch_size
 
     def train_dataloader(self) -> Any:
-        return DataLoader(common.examples(), self.size)
+        return Loader(common.examples(), self.size)
 
     val_dataloader = train_dataloader
 
