@@ -91,6 +91,10 @@ class Given:
     sizes: Callable[[ModelSpecs], StateSizes] = StateSizes.plain
 
     @property
+    def caller(self) -> str:
+        return "dmuon.dedicate_params" if self.named is None else "dmuon.Muon"
+
+    @property
     def ddp(self) -> DDP | None:
         return self.model if isinstance(self.model, DDP) else None
 
@@ -175,7 +179,6 @@ def dedicate_params(
             process group was made. Raised on every rank, on the ranks without the mistake as
             ConsensusError.
     """
-    process_groups.check_launched("dmuon.dedicate_params")
     request = Request(
         layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
     )  # fmt: skip
@@ -184,6 +187,7 @@ def dedicate_params(
 
 def plan_given(given: Given, request: Request) -> Ownership:
     """`dedicate_params` for whatever is given."""
+    process_groups.check_launched(given.caller)
     if isinstance(given.model, nn.Module):
         refuse_fsdp1(given.model.modules())
         reshard(given.model.modules())
@@ -234,7 +238,7 @@ def assemble(
     instead of `Transport.subgroup`.
     """
     opened, began = [transport], time.perf_counter()
-    what = "dmuon.dedicate_params" if given.named is None else "dmuon.Muon"
+    what = given.caller
     if given.before is not None:
         what = "planning again, because parameters were unfrozen or added"
     with ExitStack() as undo:

@@ -137,16 +137,20 @@ def by_hand(
     build: Callable[[], nn.Module],
     *,
     decay_vectors: bool = True,
-    clip: float = CLIP,
+    clip: float | None = CLIP,
     late_from: int = 0,
+    rate: Callable[[int], float] = factor,
+    loss_at: Callable[[nn.Module, int], Tensor] | None = None,
+    **settings: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a plain loop in one process.
 
     Without ``decay_vectors`` norms and biases have no weight decay. What `is_late` is trained from
-    step ``late_from`` on.
+    step ``late_from`` on. ``rate(step)`` multiplies the learning rate; ``loss_at(model, step)`` is
+    the joint loss of a step; ``settings`` are the optimizer's.
     """
     model = build()
-    optimizer = ReferenceMuon(model, **SETTINGS)
+    optimizer = ReferenceMuon(model, **(SETTINGS | settings))
     groups = [*optimizer.param_groups]
     if optimizer.adamw is not None:
         if not decay_vectors:
@@ -158,13 +162,15 @@ def by_hand(
     losses = []
     for step in range(STEPS):
         for group in groups:
-            group["lr"] = LR * factor(step)
-        loss = loss_of(model, batch(step))
+            group["lr"] = LR * rate(step)
+        loss = loss_at(model, step) if loss_at else loss_of(model, batch(step))
         loss.backward()
         for name, p in model.named_parameters():
             if step < late_from and is_late(name):
                 p.grad = None
-        assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip, "it should bite"
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            assert norm > clip, "it should bite"
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
