@@ -33,6 +33,15 @@ ENVIRONMENTS = {
         constrained=True,
         shown=("lightning", "jsonargparse"),
     ),
+    "ms_swift": Environment(
+        (
+            "transformers==5.16.1", "peft==0.20.0", "accelerate==1.13.0", "datasets==4.8.4",
+            "modelscope==1.39.1", "addict", "einops", "json-repair", "dacite", "tensorboard",
+            "safetensors", "PyYAML", "requests", "pillow",
+        ),
+        bare=("ms-swift==4.6.0",),
+        shown=("ms-swift", "transformers", "accelerate"),
+    ),
 }
 
 

@@ -1,0 +1,32 @@
+"""One thin file for each framework that finds optimizers in a table or through plugins: imported by
+that framework and by nobody else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+
+def keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """What a config's ``optim_args`` says: a mapping, or keyword arguments as text.
+
+    >>> keywords("ns_steps=6, betas=(0.9, 0.95), ns_dtype=float32")
+    {'ns_steps': 6, 'betas': (0.9, 0.95), 'ns_dtype': 'float32'}
+    """
+    if not isinstance(given, str):
+        return dict(given or {})
+    try:
+        call = ast.parse(f"_({given})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        return {str(k.arg): _value(k.value) for k in call.keywords}
+    except SyntaxError as error:
+        raise ValueError(f'optim_args are "name=value, name=value", found {given!r}') from error
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, or the text itself."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
