@@ -126,8 +126,9 @@ class Muon(Optimizer):
         adamw_weight_decay: for AdamW's parameters; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
             ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
-        others: keywords of other optimizers: ``betas`` are ``adamw_betas``; a value that is False
-            or None, such as ``foreach=False``, is ignored.
+        betas: ``adamw_betas``, as `torch.optim.AdamW` calls them.
+        others: keywords of other optimizers: a value that is False or None, such as
+            ``foreach=False``, is ignored.
 
     Raises:
         TypeError: a hyperparameter is of a wrong type, or there is no such keyword.
@@ -171,15 +172,25 @@ class Muon(Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
+        betas: tuple[float, float] | None = None,
         dedicate: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        betas = _read_others(others, adamw_betas)
+        for name, value in others.items():
+            if not config.is_idle(name, value):
+                instead = config.instead(name, signature(Muon.__init__).parameters)
+                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead}")
+        if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
+            raise TypeError(
+                f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
+            )
         muon = config.MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
-        adamw = config.AdamWDefaults(adamw_lr, betas, adamw_eps, adamw_weight_decay)
+        adamw = config.AdamWDefaults(
+            adamw_lr, adamw_betas if betas is None else betas, adamw_eps, adamw_weight_decay
+        )
         switches = {
             "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
@@ -671,6 +682,8 @@ class Muon(Optimizer):
             found = super().state_dict()
         finally:
             self.state.update(kept)
+        # Entries of its own: torchtune puts others into them before it loads them.
+        found["state"] = {key: dict(entry) for key, entry in found["state"].items()}
         for group in found["param_groups"]:
             if isinstance(group.get("variant"), Rule):  # files hold plain values
                 group["variant"] = repr(group["variant"])
@@ -790,21 +803,6 @@ class _Run:
     ownerships: list[Ownership] = field(default_factory=list)
     accepted: Accepted | None = None
     bytes: Counter[str] = field(default_factory=Counter)
-
-
-def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tuple[float, float]:
-    """AdamW's betas, which `torch.optim.AdamW` calls ``betas``; TypeError for a keyword of another
-    optimizer that would change something."""
-    betas = others.pop("betas", None)
-    if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
-        raise TypeError(
-            f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
-        )
-    for name, value in others.items():
-        if not config.is_idle(name, value):
-            known = signature(Muon.__init__).parameters
-            raise TypeError(f"dmuon.Muon has no keyword {name!r}: {config.instead(name, known)}")
-    return adamw_betas if betas is None else betas
 
 
 def _ownerships_in(

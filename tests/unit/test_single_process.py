@@ -648,6 +648,20 @@ def test_loading_replaces_a_state_that_has_moved_on_and_shares_nothing_with_it(s
         torch.testing.assert_close(saved[1]["state"], before, rtol=0, atol=0)
 
 
+def test_what_is_put_into_a_saved_state_is_loaded_and_changes_nothing_before():
+    """torchtune replaces tensors in the entries of ``state_dict()``, and loads the result."""
+    model, other = TinyGPT(), TinyGPT()
+    (_, opt), (_, resumed) = dedicated(model), dedicated(other)
+    train(model, opt, tokens(), range(2))
+    train(other, resumed, tokens(), range(1))
+    theirs, ours = resumed.state_dict(), opt.state_dict()
+    for number, entry in theirs["state"].items():
+        entry.update((key, value.clone()) for key, value in ours["state"][number].items())
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(theirs)
+    assert train(other, resumed, tokens(), range(2, 5)) == train(model, opt, tokens(), range(2, 5))
+
+
 # ---- master weights ----------------------------------------------------------------------
 
 

@@ -125,7 +125,8 @@ def launch(*arguments: str, processes: int = 1, folder: Path, **environment: str
     print(ran.stdout)
     if ran.returncode:
         lines = [line for line in ran.stdout.splitlines() if line.strip()] or ["no output"]
-        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        plain = [re.sub(r"^\[rank\d+\]: ", "", line) for line in lines]
+        errors = [line for line in plain if re.match(r"[\w.]+(Error|Exception)\b", line)]
         raise RuntimeError((errors or lines)[0 if errors else -1])
     return ran.stdout
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.frameworks import common
 from tests.frameworks.outside import cells
 
+PAD = 1
 EOS = 3  # which ends no example: ms-swift appends it only where it is missing
 SAVED_STEP = f"checkpoint-{common.SAVED}"
 LAST = f"checkpoint-{common.STEPS}"
@@ -30,15 +30,15 @@ def text(tokens: list[int]) -> str:
     return " ".join(f"w{token:02}" for token in tokens)
 
 
-def write(folder: Path, row: Callable[[list[int]], Any]) -> None:
-    """``folder/model`` and ``folder/data.jsonl``, which has ``row(tokens)`` for each example."""
+def write(folder: Path, row: Callable[[list[int]], Any], **more: str) -> None:
+    """``folder/model``, whose tokenizer has ``more`` attributes, and ``folder/data.jsonl``, which has ``row(tokens)`` for each example."""
     place = folder / "model"
     common.llama().save_pretrained(place)
     words = {text([i]): i for i in range(common.VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=text([0])))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"unk_token": text([0]), "pad_token": text([1]), "eos_token": text([EOS])}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(place)
+    special = {"unk_token": text([0]), "pad_token": text([PAD]), "eos_token": text([EOS])}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **more).save_pretrained(place)
     rows = (json.dumps(row(tokens)) + "\n" for tokens in common.examples().tolist())
     (folder / "data.jsonl").write_text("".join(rows))
 
@@ -52,6 +52,8 @@ def loss_with_eos(model: Any, step: int) -> torch.Tensor:
 def several_cpus() -> None:
     """Let Trainer resume in several processes on CPUs: there the device of accelerate 1.13 is
     "cpu:0", which `torch.load` does not know."""
+    from accelerate import PartialState
+
     set_device = PartialState.set_device
 
     def plain(self: Any) -> None:
