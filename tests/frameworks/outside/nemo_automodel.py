@@ -1,163 +1,154 @@
-"""nemo-automodel's fine-tuning recipe from a YAML, with FSDP2 on gloo.
+"""nemo-automodel's optimizer and schedule, made from a recipe's YAML, on FSDP2 and gloo.
 
-The recipe asks CUDA for nothing but to reset its peak of memory, which is skipped here (`recipe`).
+Its recipes need a GPU: `NeMoAutoModelForCausalLM.from_pretrained` asks for `torch.device("cuda",
+...)` (_transformers/auto_model.py:770). So what the recipe does around `cfg.optimizer.build(...)`
+and `cfg.lr_scheduler.build(...)` is torch's own here, on a tiny model.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
-from safetensors.torch import load_file
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.frameworks import common
-from tests.frameworks.outside import cells, tiny_llama
+from tests.frameworks.outside import cells
 
 CONFIG = """
-recipe: TrainFinetuneRecipeForNextTokenPrediction
-step_scheduler:
-  global_batch_size: 4
-  local_batch_size: 4
-  num_epochs: 1
-  max_steps: 6
-  ckpt_every_steps: 3
-dist_env: {backend: gloo, timeout_minutes: 5}
-model:
-  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
-  pretrained_model_name_or_path: ../model
-  torch_dtype: float32
-  attn_implementation: sdpa
-  use_liger_kernel: false
-  force_hf: true
-distributed:
-  strategy: fsdp2
-  mp_policy:
-    _target_: torch.distributed.fsdp.MixedPrecisionPolicy
-    param_dtype: torch.float32
-    reduce_dtype: torch.float32
-    output_dtype: torch.float32
-checkpoint:
-  enabled: true
-  checkpoint_dir: out
-  model_save_format: safetensors
-  save_consolidated: true
-loss_fn:
-  _target_: nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy
-dataset:
-  _target_: tests.frameworks.outside.nemo_automodel.rows
-dataloader:
-  collate_fn: nemo_automodel.components.datasets.utils.default_collater
-  shuffle: false
 optimizer:
   _target_: dmuon.integrations.nemo_automodel.DMuon
   lr: 0.01
   weight_decay: 0.1
   ns_dtype: float32
-clip_grad_norm: {max_norm: 1.0e+9}
 """
-SCHEDULE = {
-    "lr_scheduler": {"lr_decay_style": "linear", "lr_warmup_steps": 2, "init_lr": 0.0, "min_lr": 0.0}
-}
-CLIP = {"clip_grad_norm": {"max_norm": common.CLIP}}
+SCHEDULE = """
+lr_scheduler:
+  lr_decay_style: linear
+  lr_warmup_steps: 2
+  init_lr: 0.0
+  min_lr: 0.0
+"""
 
 
-def rows() -> list[dict[str, list[int]]]:
-    """The examples; the recipe wants labels that are shifted already."""
-    return [
-        {"input_ids": t[:-1], "labels": t[1:], "attention_mask": [1] * (len(t) - 1)}
-        for t in common.examples().tolist()
-    ]
+class Flat:
+    """An optimizer's state as nemo-automodel saves it: flat, by the names of parameters."""
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
 
 
-def recipe(config: str) -> None:
-    """What `automodel config.yaml` does in each process."""
-    torch.cuda.reset_peak_memory_stats = lambda *a: None
+def part(saved: str, found: str, options: str) -> None:
+    """What a recipe does in each process, on a model of torch."""
     from nemo_automodel.components.config.loader import load_yaml_config
-    from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
+    from nemo_automodel.recipes._typed_config import RecipeConfig
 
-    trainer = TrainFinetuneRecipeForNextTokenPrediction(load_yaml_config(config))
-    trainer.setup()
-    trainer.run_train_validation_loop()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    model = common.net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    config = RecipeConfig(load_yaml_config("config.yaml"))
+    (optimizer,) = config.optimizer.build(model, device_mesh=None)
+    steps = SimpleNamespace(epoch_len=None, max_steps=common.STEPS)
+    chosen = config.lr_scheduler
+    schedules = chosen.build(optimizer, steps) if chosen is not None else []
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": Flat(model, optimizer)}
+    state |= {"schedule": schedule for schedule in schedules}
+    resume = "resume" in options
+    if resume:
+        dcp.load(state, checkpoint_id=saved)
+
+    def clip() -> None:
+        if "clip" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
+
+    step = SimpleNamespace(step=lambda: [schedule.step(1) for schedule in schedules])
+    losses = common.train(
+        model, optimizer, step, rank, world,
+        resume=resume, clip=clip, save=lambda: dcp.save(state, checkpoint_id=saved),
+    )  # fmt: skip
+    weights = common.weights(model)
+    if rank == 0:
+        cells.keep(found, losses, weights)
+    dist.destroy_process_group()
 
 
-def fit(
-    folder: Path,
-    changes: dict[str, Any],
-    *,
-    local: int = 4,
-    processes: int = 1,
-    restore: Path | None = None,
-) -> float:
-    """The deviation of a run of the config with ``changes``."""
+def fit(folder: Path, options: str = "", *, processes: int = 1, saved: Path | None = None) -> float:
+    """The deviation of a run with ``options``: "clip", "schedule", "resume"."""
     folder.mkdir()
-    tiny_llama.write(folder.parent, lambda tokens: {})
-    config = yaml.safe_load(CONFIG) | changes
-    config["step_scheduler"]["local_batch_size"] = local
-    if restore is not None:
-        config["checkpoint"]["restore_from"] = str(restore)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    given = "-m", "tests.frameworks.outside.nemo_automodel", "recipe", "config.yaml"
-    cells.launch(*given, processes=processes, folder=folder, NEMO_ENABLE_USER_MODULES="1")
-    log = (folder / "out" / "training.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in log]
-    last = next((folder / "out").glob(f"epoch_*_step_{common.STEPS - 1}"))
-    weights = load_file(last / "model" / "consolidated" / "model.safetensors")
+    (folder / "config.yaml").write_text(CONFIG + SCHEDULE * ("schedule" in options))
+    given = "-m", "tests.frameworks.outside.nemo_automodel", "part", str(saved or folder / "saved")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    variables = {"NEMO_ENABLE_USER_MODULES": "1"} | (alone if processes == 1 else {})
+    cells.launch(*given, "found.pt", options, processes=processes, folder=folder, **variables)
     expected = common.by_hand(
-        common.llama,
-        clip=common.CLIP if changes.keys() >= CLIP.keys() else None,
-        rate=common.factor if changes.keys() >= SCHEDULE.keys() else lambda step: 1.0,
+        common.net,
+        clip=common.CLIP if "clip" in options else None,
+        rate=common.factor if "schedule" in options else lambda step: 1.0,
     )
-    return cells.deviation((losses, weights), expected)
+    return cells.deviation(cells.kept(folder / "found.pt"), expected)
 
 
 def train(folder: Path) -> float:
-    """`TrainFinetuneRecipeForNextTokenPrediction` with FSDP2, one process."""
-    return fit(folder / "train", {})
+    """The optimizer that `RecipeConfig(yaml).optimizer.build(model)` makes, one process."""
+    return fit(folder / "train")
 
 
 def clip(folder: Path) -> float:
-    """`clip_grad_norm: {max_norm: 0.5}`."""
-    return fit(folder / "clip", CLIP)
+    """Torch's clipping, which the recipe calls on DTensors."""
+    return fit(folder / "clip", "clip")
 
 
 def schedule(folder: Path) -> float:
-    """`lr_scheduler: {lr_decay_style: linear, lr_warmup_steps: 2, ...}`."""
-    return fit(folder / "schedule", SCHEDULE)
-
-
-def accumulate(folder: Path) -> float:
-    """`global_batch_size: 4`, `local_batch_size: 2`, clipped, scheduled."""
-    return fit(folder / "accumulate", CLIP | SCHEDULE, local=2)
+    """Its `OptimizerParamScheduler`: `lr_decay_style: linear`, `lr_warmup_steps: 2`."""
+    return fit(folder / "schedule", "schedule")
 
 
 def save(folder: Path) -> float:
-    """FSDP2 on 2 processes, `ckpt_every_steps: 3`, then resumed on 2."""
-    whole = fit(folder / "save", CLIP | SCHEDULE, local=2, processes=2)
-    return max(whole, resumed(folder, processes=2))
+    """FSDP2 on 2 processes, flat state through torch's checkpoints, then resumed on 2."""
+    whole = fit(folder / "save", "clip schedule", processes=2)
+    return max(whole, resumed(folder, 2))
 
 
 def resume(folder: Path) -> float:
-    """`checkpoint.restore_from` of what 2 processes saved, on one."""
-    return resumed(folder, processes=1)
+    """What 2 processes saved, on one."""
+    return resumed(folder, 1)
 
 
 def resumed(folder: Path, processes: int) -> float:
     if not (folder / "save").exists():  # `--cell resume` alone
-        fit(folder / "save", CLIP | SCHEDULE, local=2, processes=2)
-    at = next((folder / "save" / "out").glob(f"epoch_*_step_{common.SAVED - 1}"))
+        fit(folder / "save", "clip schedule", processes=2)
     place = folder / f"resumed-on-{processes}"
-    local = common.JOINT // processes
-    return fit(place, CLIP | SCHEDULE, local=local, processes=processes, restore=at)
+    return fit(place, "clip schedule resume", processes=processes, saved=folder / "save" / "saved")
 
+
+CELLS: dict[str, Any] = {
+    "train": train, "clip": clip, "schedule": schedule, "save": save, "resume": resume,
+    "accumulate": "the recipe's own loop accumulates, and its model needs a GPU: "
+    "_transformers/auto_model.py:770",
+}  # fmt: skip
 
 if __name__ == "__main__":
-    cells.main(
-        {
-            "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate,
-            "save": save, "resume": resume,
-        },
-        recipe=recipe,
-    )  # fmt: skip
+    cells.main(CELLS, part=part)
