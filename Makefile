@@ -34,6 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	@$(PIP) 'setuptools>=77.0.3'
 	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks]'
+	@$(PIP) --no-deps litgpt # which asks for an older huggingface_hub, and runs with this one
 	@touch $@
 
 # One thread a process: the processes share the cores.

@@ -34,7 +34,9 @@ from dmuon.types import DmuonError
 
 REPOSITORY = Path(__file__).parents[2]
 SUBMODULES = [
-    m.name for m in pkgutil.walk_packages(dmuon.__path__, "dmuon.") if "__main__" not in m.name
+    m.name
+    for m in pkgutil.walk_packages(dmuon.__path__, "dmuon.")
+    if "__main__" not in m.name and not m.name.startswith("dmuon.integrations.")
 ]
 
 

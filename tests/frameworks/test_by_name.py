@@ -1,0 +1,124 @@
+"""`dmuon.Muon` as frameworks make it from a config: what each passes, in its smallest form."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from tests.distributed.harness import distributed
+from tests.frameworks import common
+
+PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
+NUMBERS = {"lr": common.LR, "weight_decay": common.DECAY}
+TEXT = {**NUMBERS, "ns_dtype": "float32"}  # as a YAML has it
+
+
+def found(path: str) -> Any:
+    """What a dotted name is of."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def filtered(model: nn.Module) -> Any:
+    """litgpt passes ``fused`` to optimizers that have such an argument."""
+    own = found("dmuon.Muon")
+    extra = {k: v for k, v in {"fused": True}.items() if k in inspect.signature(own).parameters}
+    return own(model.parameters(), **TEXT, **extra)
+
+
+def by_decay(model: nn.Module) -> Any:
+    """Param groups, as most trainers make them."""
+    kinds = [[p for p in model.parameters() if (p.ndim > 1) == big] for big in (True, False)]
+    groups = [{"params": ps, "weight_decay": common.DECAY} for ps in kinds]
+    return dmuon.Muon(groups, lr=common.LR, betas=(0.9, 0.95), ns_dtype="float32")
+
+
+# What a framework does with `dmuon.Muon`, by its name.
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "LightningCLI": lambda model: found("dmuon.Muon")(*(model.parameters(),), **TEXT),
+    "litgpt": filtered,
+    "torchtune": lambda model: found("dmuon.Muon")(model.parameters(), **TEXT, betas=[0.9, 0.95]),
+    "lerobot, named": lambda model: dmuon.Muon(dict(model.named_parameters()).items(), **TEXT),
+    "by keyword": lambda model: dmuon.Muon(params=model.parameters(), **TEXT, foreach=False),
+    "a list": lambda model: dmuon.Muon(params=list(model.parameters()), **TEXT, fused=None),
+    "groups": by_decay,
+}
+
+
+def configs(value: Any) -> Iterator[dict[str, Any]]:
+    """Arguments of `dmuon.Muon` in a YAML, however it names the class."""
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        yield from configs(each)
+    if isinstance(value, dict) and "dmuon.Muon" in value.values():
+        own = {k: v for k, v in value.items() if v != "dmuon.Muon"}
+        yield own.get("init_args", own)
+
+
+def test_configs_that_pages_show_are_accepted():
+    yaml, shown = pytest.importorskip("yaml"), []
+    for page in sorted(PAGES.glob("*.md")):
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+            shown += configs(yaml.safe_load(block))
+    for given in shown:
+        dmuon.Muon(common.net().parameters(), **given)
+    assert len(shown) >= 3
+
+
+def sharded(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPED = {"fully_shard": sharded, "DDP": DistributedDataParallel}
+
+
+def trained(hook: str, rank: int = 0, world: int = 1, wrap: str = "", first: bool = True) -> None:
+    """Made before (``first``) or after the model is wrapped, it trains as the loop by hand."""
+    model: Any = common.net()
+    optimizer = HOOKS[hook](model) if first else None
+    if wrap:
+        model = WRAPPED[wrap](model)
+    optimizer = optimizer or HOOKS[hook](model)
+    losses = common.train(model, optimizer, common.schedule_of(optimizer), rank, world)
+    common.assert_same((losses, common.weights(model)), common.by_hand(common.net))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_one_process(hook):
+    trained(hook)
+
+
+@distributed()
+def runs(rank, world, wrap, first):
+    for hook in HOOKS:
+        trained(hook, rank, world, wrap, first)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["made first", "wrapped first"])
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_two_processes(pools, wrap, first):
+    pools(2).run(runs.__module__, runs.__name__, {"wrap": wrap, "first": first})
+
+
+def test_it_may_be_made_before_the_process_group(monkeypatch):
+    """LightningCLI makes it before the strategy has met the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for hook in HOOKS.values():
+        optimizer = hook(common.net())
+        with pytest.raises(ValueError, match="torch.distributed is not initialized"):
+            optimizer.report()
