@@ -21,8 +21,8 @@ class DmuonPlugin(BasePlugin):  # type: ignore[misc]
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if trainer.optimizer_cls_and_kwargs is not None:
             raise ValueError(
-                f"two optimizers: the plugin dmuon.integrations.axolotl.DmuonPlugin, and optimizer: "
-                f"{cfg.optimizer}. Leave one of them out of the config"
+                f"two optimizers: dmuon's plugin, and optimizer: {cfg.optimizer}. "
+                "Leave one of them out of the config"
             )
         own = {
             "lr": trainer.args.learning_rate,

@@ -6,5 +6,5 @@ import dmuon
 
 
 class DMuon(dmuon.Muon):
-    """`dmuon.Muon` by another name: nemo-automodel 0.7 takes every class called ``Muon`` for that of
-    the package dion."""
+    """`dmuon.Muon` by another name: nemo-automodel 0.7 takes every class called ``Muon`` for that
+    of the package dion."""

@@ -75,7 +75,7 @@ def part(saved: str, found: str, options: str) -> None:
     chosen = config.lr_scheduler
     schedules = chosen.build(optimizer, steps) if chosen is not None else []
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": Flat(model, optimizer)}
-    state |= {"schedule": schedule for schedule in schedules}
+    state |= dict(zip(["schedule"], schedules))
     resume = "resume" in options
     if resume:
         dcp.load(state, checkpoint_id=saved)

@@ -1,8 +1,8 @@
 """A tiny Llama, its tokenizer and its examples in files, as the frameworks around Hugging Face's
 Trainer want them; and what such a run leaves behind.
 
-Token ``i`` is the word ``wi``, in two digits. Three of them serve as unk, pad and eos: rows have one
-length, so that nothing is padded.
+Token ``i`` is the word ``wi``, in two digits. Three of them serve as unk, pad and eos too, because
+all rows have one length, so that nothing is padded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def text(tokens: list[int]) -> str:
 
 
 def write(folder: Path, row: Callable[[list[int]], Any], **more: str) -> None:
-    """``folder/model``, whose tokenizer has ``more`` attributes, and ``folder/data.jsonl``, which has ``row(tokens)`` for each example."""
+    """``folder/model``, whose tokenizer has ``more`` attributes, and ``folder/data.jsonl``, which
+    has ``row(tokens)`` for each example."""
     place = folder / "model"
     common.llama().save_pretrained(place)
     words = {text([i]): i for i in range(common.VOCAB)}
