@@ -101,8 +101,9 @@ def test_configs_that_pages_show_are_accepted():
     for page in sorted(PAGES.glob("*.md")):
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             shown += configs(yaml.safe_load(block))
+    model = common.net()
     for given in shown:
-        dmuon.Muon(common.net().parameters(), **given)
+        dmuon.Muon(model.parameters(), **given)
     assert len(shown) >= 3
 
 

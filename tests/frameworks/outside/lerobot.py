@@ -182,7 +182,7 @@ def interrupt(folder: Path) -> None:
 
 CELLS = {
     "train": train, "clip": clip, "schedule": schedule,
-    "accumulate": "lerobot-train steps after every batch", "save": save, "resume": resume,
+    "accumulate": "lerobot-train steps after every batch.", "save": save, "resume": resume,
 }  # fmt: skip
 
 if __name__ == "__main__":

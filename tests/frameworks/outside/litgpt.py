@@ -174,8 +174,8 @@ def save(folder: Path) -> float:
 
 CELLS = {
     "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate, "save": save,
-    "resume": "on several devices litgpt shards with FSDP1, whose flattened parameters hold no "
-    "matrices; dmuon refuses it by name",
+    "resume": "On several devices litgpt shards with FSDP1, whose flattened parameters hold no "
+    "matrices; dmuon refuses it by name.",
 }  # fmt: skip
 
 if __name__ == "__main__":

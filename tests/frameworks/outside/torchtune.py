@@ -175,7 +175,7 @@ def save(folder: Path) -> float:
 
 
 def resume(folder: Path) -> float:
-    """full_finetune_distributed (FSDP2) on 2, resumed there and by full_finetune_single_device."""
+    """full_finetune_distributed (FSDP2; not what it asks of a GPU) on 2; again, and on one."""
     whole = run(folder / "resume", clip=True, scheduled=True, processes=2)
     shutil.copytree(folder / "resume", folder / "alone")
     there = resumed(folder / "resume", processes=2)
