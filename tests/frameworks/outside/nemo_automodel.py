@@ -7,6 +7,7 @@ and `cfg.lr_scheduler.build(...)` is torch's own here, on a tiny model.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,8 @@ def part(saved: str, found: str, options: str) -> None:
     weights = common.weights(model)
     if rank == 0:
         cells.keep(found, losses, weights)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # what the package imports leaves a thread behind that aborts some processes
 
 
 def fit(folder: Path, options: str = "", *, processes: int = 1, saved: Path | None = None) -> float:
