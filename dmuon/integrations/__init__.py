@@ -18,10 +18,11 @@ def keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
         return dict(given or {})
     try:
         call = ast.parse(f"_({given})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        return {str(k.arg): _value(k.value) for k in call.keywords}
-    except SyntaxError as error:
-        raise ValueError(f'optim_args are "name=value, name=value", found {given!r}') from error
+    except SyntaxError:
+        call = None
+    if not isinstance(call, ast.Call) or call.args or None in [k.arg for k in call.keywords]:
+        raise ValueError(f'optim_args are "name=value, name=value", found {given!r}')
+    return {str(k.arg): _value(k.value) for k in call.keywords}
 
 
 def _value(node: ast.expr) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
+from dmuon.integrations import keywords
 from tests.distributed.harness import distributed
 from tests.frameworks import common
 
@@ -44,12 +45,40 @@ def by_decay(model: nn.Module) -> Any:
     return dmuon.Muon(groups, lr=common.LR, betas=(0.9, 0.95), ns_dtype="float32")
 
 
+def verl(model: nn.Module) -> Any:
+    """Two keys name the class; ``override_optimizer_config`` is laid over the config's own."""
+    optim = {"optimizer_impl": "dmuon", "optimizer": "Muon"}
+    override = {"ns_dtype": "float32", "adamw_betas": [0.9, 0.95]}
+    return found(".".join(optim.values()))(model.parameters(), **(NUMBERS | override))
+
+
+def nemo_automodel(model: nn.Module) -> Any:
+    """``foreach=False`` under tensor parallelism where the class takes any keyword; a class called
+    ``Muon`` would be taken for that of the package dion."""
+    own = found("dmuon.integrations.nemo_automodel.DMuon")
+    assert own.__name__ not in ("Muon", "NorMuon", "Dion", "Dion2")
+    kinds = {p.kind for p in inspect.signature(own).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD in kinds
+    return own(params=[p for p in model.parameters() if p.requires_grad], foreach=False, **TEXT)
+
+
+def by_trainer(model: nn.Module) -> Any:
+    """axolotl and ms-swift: the class and its arguments, of which some are text."""
+    given = {"lr": common.LR} | keywords("ns_dtype=float32, betas=(0.9, 0.95)")
+    groups = [{"params": [*model.parameters()], "weight_decay": common.DECAY}]
+    return dmuon.Muon(groups, **given)
+
+
 # What a framework does with `dmuon.Muon`, by its name.
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "LightningCLI": lambda model: found("dmuon.Muon")(*(model.parameters(),), **TEXT),
     "litgpt": filtered,
     "torchtune": lambda model: found("dmuon.Muon")(model.parameters(), **TEXT, betas=[0.9, 0.95]),
     "lerobot, named": lambda model: dmuon.Muon(dict(model.named_parameters()).items(), **TEXT),
+    "verl": verl,
+    "nemo-automodel": nemo_automodel,
+    "NeMo-RL": lambda model: found("dmuon.Muon")(model.parameters(), **TEXT, betas=[0.9, 0.95]),
+    "axolotl, ms-swift": by_trainer,
     "by keyword": lambda model: dmuon.Muon(params=model.parameters(), **TEXT, foreach=False),
     "a list": lambda model: dmuon.Muon(params=list(model.parameters()), **TEXT, fused=None),
     "groups": by_decay,
@@ -64,7 +93,7 @@ def configs(value: Any) -> Iterator[dict[str, Any]]:
         yield from configs(each)
     if isinstance(value, dict) and "dmuon.Muon" in value.values():
         own = {k: v for k, v in value.items() if v != "dmuon.Muon"}
-        yield own.get("init_args", own)
+        yield own.get("init_args", own.get("kwargs", own))
 
 
 def test_configs_that_pages_show_are_accepted():
@@ -123,3 +152,22 @@ def test_it_may_be_made_before_the_process_group(monkeypatch):
         optimizer = hook(common.net())
         with pytest.raises(ValueError, match="torch.distributed is not initialized"):
             optimizer.report()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ({"ns_steps": 6}, {"ns_steps": 6}),
+        ("ns_steps=6,nesterov=False", {"ns_steps": 6, "nesterov": False}),
+        ("betas=(0.9, 0.95), ns_dtype=float32", {"betas": (0.9, 0.95), "ns_dtype": "float32"}),
+    ],
+)
+def test_keyword_arguments_as_text(given, expected):
+    assert keywords(given) == expected
+
+
+@pytest.mark.parametrize("given", ["ns_steps", "ns_steps=6 lr=1", "0.9, lr=1", "**x"])
+def test_other_text_is_an_error(given):
+    with pytest.raises(ValueError, match="name=value"):
+        keywords(given)

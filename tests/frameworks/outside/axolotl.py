@@ -1,0 +1,134 @@
+"""`axolotl train config.yaml` with dmuon's plugin, all weights of a tiny Llama.
+
+It is started as its launchers start it, ``accelerate launch --cpu`` among them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from axolotl.integrations.base import BasePlugin
+
+from tests.frameworks import common
+from tests.frameworks.outside import cells, tiny_llama
+
+CONFIG = """
+base_model: ../model
+special_tokens: {pad_token: w01}
+plugins:
+  - dmuon.integrations.axolotl.DmuonPlugin
+  - tests.frameworks.outside.axolotl.OnCpus
+optim_args:
+  ns_dtype: float32
+learning_rate: 0.01
+weight_decay: 0.1
+lr_scheduler: constant
+warmup_steps: 0
+max_grad_norm: 0.0
+datasets:
+  - {path: ../data.jsonl, ds_type: json, type: }
+dataset_prepared_path: prepared
+shuffle_merged_datasets: false
+curriculum_sampling: true
+sequence_len: 32
+micro_batch_size: 4
+gradient_accumulation_steps: 1
+max_steps: 6
+num_epochs: 1
+bf16: false
+tf32: false
+attn_implementation: sdpa
+logging_steps: 1
+save_steps: 3
+val_set_size: 0
+output_dir: out
+"""
+SCHEDULE = {"lr_scheduler": "linear", "warmup_steps": 2}
+CLIP = {"max_grad_norm": common.CLIP}
+HALVES = {"micro_batch_size": 2}
+
+
+class OnCpus(BasePlugin):
+    """Lets axolotl run in several processes on CPUs, where it takes the local rank for a device."""
+
+    def register(self, cfg: Any) -> None:
+        tiny_llama.several_cpus()
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        cfg.device_map = None
+
+
+def row(tokens: list[int]) -> Any:
+    """An example in tokens, which is not tokenized again."""
+    return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": tokens}
+
+
+def fit(
+    folder: Path, changes: dict[str, Any], rate: Any = lambda step: 1.0, processes: int = 1
+) -> float:
+    """The deviation of a run of the config with ``changes``."""
+    folder.mkdir()
+    tiny_llama.write(folder.parent, row)
+    (folder / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | changes))
+    given = ["-m", "axolotl.cli.train", "config.yaml"]
+    variables = {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}
+    cells.launch(*given, processes=processes, folder=folder, **variables)
+    expected = common.by_hand(
+        common.llama,
+        clip=changes.get("max_grad_norm"),
+        rate=rate,
+        adamw_weight_decay=0.0,  # axolotl's groups: none on norms, embeddings and the head
+    )
+    return cells.deviation(tiny_llama.found(folder / "out"), expected)
+
+
+def train(folder: Path) -> float:
+    """`python -m axolotl.cli.train config.yaml`, one process."""
+    return fit(folder / "train", {})
+
+
+def clip(folder: Path) -> float:
+    """`max_grad_norm: 0.5`."""
+    return fit(folder / "clip", CLIP)
+
+
+def schedule(folder: Path) -> float:
+    """`lr_scheduler: linear`, `warmup_steps: 2`."""
+    return fit(folder / "schedule", SCHEDULE, common.factor)
+
+
+def accumulate(folder: Path) -> float:
+    """`gradient_accumulation_steps: 2`, clipped, scheduled."""
+    changes = CLIP | SCHEDULE | HALVES | {"gradient_accumulation_steps": 2}
+    return fit(folder / "accumulate", changes, common.factor)
+
+
+def save(folder: Path) -> float:
+    """DDP on 2 processes, `save_steps: 3`, then resumed on 2."""
+    whole = fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
+    return max(whole, resumed(folder, processes=2))
+
+
+def resume(folder: Path) -> float:
+    """`resume_from_checkpoint` of what 2 processes saved, on one."""
+    return resumed(folder, processes=1)
+
+
+def resumed(folder: Path, processes: int) -> float:
+    at = folder / "save" / "out" / tiny_llama.SAVED_STEP
+    if not at.exists():  # `--cell resume` alone
+        fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
+    changes = CLIP | SCHEDULE | {"resume_from_checkpoint": str(at)}
+    changes["micro_batch_size"] = common.JOINT // processes
+    return fit(folder / f"resumed-on-{processes}", changes, common.factor, processes)
+
+
+if __name__ == "__main__":
+    cells.main(
+        {
+            "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate,
+            "save": save, "resume": resume,
+        }
+    )  # fmt: skip
