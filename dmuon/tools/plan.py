@@ -235,12 +235,10 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
 def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
     """The buffers of `Pipeline` on one rank, which is made on the meta device; on a CPU, all of the
     rank's operands too, which stay there."""
-    from collections import Counter
-
     import torch
 
     from dmuon.comm.pipeline import Pipeline
-    from dmuon.comm.transport import Transport
+    from dmuon.comm.transport import Meter, Transport
     from dmuon.config import ShardedOptions
     from dmuon.scheduler.plan import units_of
 
@@ -259,7 +257,7 @@ def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
         mine = zip(units, local, strict=True)
         operands += [unit.numel for unit, alone in mine if alone and unit.owner == rank]
     travelling = [u for u, alone in enumerate(local) if not alone]
-    how = transport, Counter[str](), ShardedOptions(), like
+    how = transport, Meter(), ShardedOptions(), like
     made = Pipeline(shards, units, travelling, *how, memory=memory if is_cpu else None)
     return sum(made.nbytes.values()) + like.itemsize * sum(operands)
 
