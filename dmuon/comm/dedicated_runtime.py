@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
-from dmuon.comm.dedicated import prefetch
-from dmuon.comm.dedicated.storage import Storage, layers_of
+from dmuon.comm import prefetch
+from dmuon.comm.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
 from dmuon.comm.pipeline import Copies, Pipeline
