@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dmuon import devices
-from dmuon.comm.consensus import attempt_in_all
+from dmuon.comm.process_groups import attempt_in_all
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.comm.consensus import different, refused
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.process_groups import different, refused
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.period import Schedule, is_exchange_step
