@@ -267,7 +267,7 @@ def tune(
     device = rows.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     prices = nearest_device(device.type, gpu)
-    pace = measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS))
+    pace = measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS), {})
     timer = measure.OwnerTimer(device, dtype, momentum=False)
 
     @torch.no_grad()

@@ -120,7 +120,7 @@ def kinds(world: int) -> list[Kind]:
     return found
 
 
-COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather", "all_reduce", "all_to_all")
+COLLECTIVES = ("broadcast", "reduce_scatter", "all_gather", "all_reduce", "all_to_all")
 
 
 @contextmanager

@@ -33,12 +33,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dmuon import config, devices, dtensors
 from dmuon.comm import process_groups
 from dmuon.comm.buckets import Slices, slice_boxes
-from dmuon.comm.consensus import attempt_in_all, solve_on_first
-from dmuon.comm.dedicated.layout import DedicatedRuntime
+from dmuon.comm.dedicated_runtime import DedicatedRuntime
 from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
+from dmuon.comm.process_groups import attempt_in_all, solve_on_first
 from dmuon.comm.transport import (
     C10dTransport,
     Transport,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dmuon import devices
-from dmuon.comm.consensus import attempt_in_all
+from dmuon.comm.process_groups import attempt_in_all
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch
@@ -139,18 +139,14 @@ def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> di
 # ---- the timing loop ---------------------------------------------------------------------
 
 
+@dataclass
 class Pace:
-    """How long a run will take: as before, or as the model says, corrected by known times."""
+    """How long a run will take: as before (``known``, in milliseconds), or as the model says,
+    corrected by known times."""
 
-    def __init__(
-        self,
-        model: CostTable,
-        known: Mapping[Case, float] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._model = model
-        self.known = dict(known or {})  # milliseconds
-        self.clock = clock
+    _model: CostTable
+    known: dict[Case, float]
+    clock: Callable[[], float] = time.perf_counter
 
     def is_late(self, case: Case, deadline: float, runs: int = 1) -> bool:
         """Whether this number of runs is expected to end after the deadline."""
@@ -258,6 +254,7 @@ def _suffice(times: Sequence[float], is_long: bool) -> bool:
     return high - low <= _STABLE * middle
 
 
+@dataclass(eq=False, repr=False)
 class OwnerTimer:
     """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
 
@@ -265,20 +262,14 @@ class OwnerTimer:
     matrices. As in an optimizer all calls share one workspace. ``sharing`` processes share memory.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        ns_dtype: torch.dtype,
-        *,
-        momentum: bool = True,
-        sharing: int = 1,
-        options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
-    ) -> None:
-        self.device = device
-        self.ns_dtype = ns_dtype
-        self._momentum = momentum
-        self._sharing = sharing
-        self._runner = Orthogonalizer(device, ns_dtype, options)
+    device: torch.device
+    ns_dtype: torch.dtype
+    momentum: bool = True
+    sharing: int = 1
+    options: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        self._runner = Orthogonalizer(self.device, self.ns_dtype, self.options)
         defaults = MuonDefaults()
         self._hyper = Hyper.of(defaults.group())
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
@@ -287,12 +278,12 @@ class OwnerTimer:
         self._own_ms = self._all_own_ms = self._spent_ms = 0.0
 
     def _call(self, case: Case, kernel: str) -> Call:
-        is_raw = not self._momentum and are_raw({self.ns_dtype}, self.device)
+        is_raw = not self.momentum and are_raw({self.ns_dtype}, self.device)
         return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else None)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Allocate memory for these, one at a time; returns those that fit a quarter of it."""
-        limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
+        limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self.sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
         self._allocate(fitting)
@@ -353,11 +344,11 @@ class OwnerTimer:
         memory = self._memory[case.key[2]]
         grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
         operand = self._runner.operand(call)
-        if not self._momentum:
+        if not self.momentum:
             normalize(grads, self.ns_dtype, out=operand)
 
         def update() -> None:
-            if self._momentum:
+            if self.momentum:
                 Rule().operand(buffer, grads, self._hyper, out=operand)
             self._runner.run(call, operand)
 
@@ -643,7 +634,7 @@ class _Session:
         lacking = [case for case in names if any(case not in times for times in by_rank)]
 
         def measure() -> dict[Case, float]:
-            timer, pace, budget_s = make(), Pace(model, cached), self.budget_s
+            timer, pace, budget_s = make(), Pace(model, dict(cached)), self.budget_s
             deadline, enough_ms = pace.clock() + budget_s, 1e3 * _PRICES_SHARE * budget_s
             # What takes long enough to be shown is run so many times.
             with torch.no_grad(), self.progress.of(title, _FEW_PASSES * len(lacking)) as shown:
@@ -715,7 +706,7 @@ def measured_costs(
     def choose() -> dict[Case, str]:
         if transport.rank != 0:
             return {}
-        known, pace = _of_cases(old.kernels, cases), Pace(session.model)
+        known, pace = _of_cases(old.kernels, cases), Pace(session.model, {})
         with torch.no_grad(), session.progress.of("dmuon chooses kernels", len(cases)) as shown:
             return choose_kernels(cases, known, make(), pace, kernels, speeds, progress=shown)
 

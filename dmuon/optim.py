@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 
 from dmuon import config, devices
 from dmuon.api import Given, Request, plan_given
-from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
-from dmuon.comm.process_groups import check_planned_together
+from dmuon.comm.process_groups import attempt_in_all, check_planned_together
 from dmuon.comm.transport import C10dTransport
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor

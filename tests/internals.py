@@ -5,9 +5,9 @@ Tests patch these to plant faults, to watch what is sent, or to be told what pla
 
 from dmuon.__main__ import _parser as parser_of
 from dmuon.api import Given, Request, assemble, mesh_topology
-from dmuon.comm.consensus import solve_on_first
-from dmuon.comm.dedicated.storage import Layer as DedicatedStorage
 from dmuon.comm.params_runtime import ParamsRuntime
+from dmuon.comm.process_groups import solve_on_first
+from dmuon.comm.storage import Layer as DedicatedStorage
 from dmuon.comm.transport import C10dTransport, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
 from dmuon.devices import SideStream, host_can_read

@@ -42,10 +42,6 @@ class RecordingTransport:
         """What is given back of a collective."""
         return work
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        self.events.append(Event("reduce", tag, tensor.nbytes, dst))
-        return self.wrapped(self.inner.reduce(tensor, dst, tag=tag), tag)
-
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         self.events.append(Event("all_reduce", tag, tensor.nbytes))
         return self.wrapped(self.inner.all_reduce(tensor, tag=tag, maximum=maximum), tag)

@@ -156,11 +156,11 @@ class OwnersRuntime(LayoutRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
 
-    def update_rms(self) -> tuple[list[int], list[Tensor]]:
+    def update_rms(self) -> tuple[list[int], Tensor]:
         """The matrices whose updates are known here, and the RMS of those that are not pending."""
         known = [unit for unit in self.units if unit.matrices[0] in self._rms]
-        matrices = [*chain.from_iterable(unit.matrices for unit in known)]
-        return matrices, [self._rms[unit.matrices[0]] for unit in known]
+        rms = [torch.zeros(0, device=self.device), *(self._rms[u.matrices[0]] for u in known)]
+        return [*chain.from_iterable(u.matrices for u in known)], torch.cat(rms)
 
     def counts(self, parameter: int) -> bool:
         is_cut = is_distributed(self.parameters[parameter])

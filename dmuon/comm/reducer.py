@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -179,14 +178,13 @@ class _LiveSegment:
     def relay(self, groups: ProcessGroups) -> None:
         """Reduce along the replicas what was reduced along the shards."""
         wait_all(self.works)
-        self.to_relay, start = False, 0
-        for replica, members in groupby(self.segment.spans, lambda span: span.replica):
-            numel = sum(span.numel for span in members)
-            part = self.buffer.flat.narrow(0, start, numel)
-            start += numel
-            groups.meter["gradients across replicas"] += part.nbytes
-            work = groups.replicas.reduce(part, replica, tag="gradients across replicas")
-            self.works.append(work)
+        self.to_relay, tag = False, "gradients across replicas"
+        numels = [0] * groups.replicas.world
+        for span in self.segment.spans:  # in the order of replicas
+            numels[span.replica] += span.numel
+        groups.meter[tag] += self.buffer.flat.nbytes
+        parts = list(self.buffer.flat.split(numels))
+        self.works.append(groups.replicas.reduce_scatter(parts, tag=tag))
 
 
 class _LiveBucket:

@@ -332,6 +332,7 @@ Keepers = Sequence[tuple[int, int, Box]]
 Kept = Mapping[int, Tensor]
 
 
+@dataclass(eq=False)
 class RowShards:
     """Moves what owners keep into the form in which it is saved, and back; collective calls.
 
@@ -342,9 +343,8 @@ class RowShards:
     With one rank it stays a plain tensor. A plain tensor that is loaded is whole on every rank.
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.device = device
-        self._transport = transport
+    _transport: Transport
+    device: torch.device
 
     @cached_property
     def _mesh(self) -> DeviceMesh | None:

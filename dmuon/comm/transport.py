@@ -52,10 +52,6 @@ class Transport:
     world = 1
     failed = False  # a collective; ranks may no longer be at the same one
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        """Sum ``tensor`` over the ranks into ``dst``; elsewhere its content becomes undefined."""
-        return Work()
-
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         """Sum (or take the maximum of) ``tensor`` over the ranks, everywhere."""
         return Work()
@@ -70,7 +66,7 @@ class Transport:
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
-        """Sum ``parts[r]``, as in `all_gather`, into rank r: `reduce` to all of them at once."""
+        """Sum ``parts[r]``, as in `all_gather`, into rank r; elsewhere it becomes undefined."""
         return Work()
 
     def all_to_all(
@@ -298,9 +294,6 @@ class C10dTransport(Transport):
                 "may be in different steps: end them all and go on from the last checkpoint, as "
                 "torchrun --max-restarts=N does"
             ) from error
-
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self._issue(tag, partial(dist.reduce, tensor, group_dst=dst))
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         if tensor.is_cpu and 0 < self.world * tensor.nbytes <= _SMALL_SUM:

@@ -331,8 +331,7 @@ class OwnersEngine(Engine):
     # ---- reading and state -------------------------------------------------------------------
 
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
-        matrices, rms = self._runtime.update_rms()
-        return matrices, torch.cat([torch.zeros(0, device=self._runtime.device), *rms])
+        return self._runtime.update_rms()
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Momentum, masters and what variants keep, as rows on all ranks; a collective call."""

@@ -218,7 +218,6 @@ class Engine(ABC):
 
     def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
         """Update the parameters of these gradients."""
-        how = {"master_weights": self._settings.master_weights, "fused": self._fuses_adamw}
         for g, params in self._adamw.items():
             # The fused form takes one flag for all parameters of a call.
             calls: dict[int, tuple[Tensor | None, list[tuple[Tensor, Tensor]]]] = {}
@@ -228,7 +227,46 @@ class Engine(ABC):
                     flag = stays if isinstance(stays, Tensor) else verdict.others
                     calls.setdefault(id(flag), (flag, []))[1].append((p, grads[i]))
             for flag, pairs in calls.values():
-                adamw_step(self._groups[g], self._optimizer.state, pairs, found_inf=flag, **how)
+                self._adamw_step(self._groups[g], pairs, flag)
+
+    @torch.no_grad()
+    def _adamw_step(
+        self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], stays: Tensor | None
+    ) -> None:
+        """Update parameters of a param group by the local parts of their gradients.
+
+        In torch's fused form, one call that reads nothing back, and leaves all as it is where
+        ``stays`` (0-d, float32) is not zero. Or as torch does it on a CPU, bit for bit, in pieces
+        that stay in its caches: its fused form rounds an element as its place in a vector is.
+        """
+        own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
+        (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
+        decay = group["weight_decay"] if decay is None else decay
+        lr = float(group["lr"]) * group.get("adamw_lr_ratio", 1.0)
+        rows = []
+        for p, grad in pairs:
+            entry = self._optimizer.state[p]
+            weight, target, *kept = (
+                stored_tensor(t)
+                for t in (p, entry.get(MASTER, p), entry["exp_avg"], entry["exp_avg_sq"])
+            )
+            rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
+        fused, stays = self._fuses_adamw, None if stays is None else stays.to(pairs[0][0].device)
+        for some in [rows] if fused else _adamw_pieces(rows):
+            targets, weights, grads, averages, squares, steps = map(list, zip(*some, strict=True))
+            if self._settings.master_weights:
+                follow_weights(targets, weights)
+            # In half precision that form rounds the decay first.
+            foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
+            adamw(
+                targets, grads, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+                weight_decay=decay, eps=group[f"{own}eps"], amsgrad=False, maximize=False,
+                foreach=foreach, fused=fused, found_inf=stays,
+            )  # fmt: skip
+            both = zip(weights, targets, strict=True)
+            rounded = [(w, t) for w, t in both if w.dtype is not t.dtype]
+            if rounded:
+                torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         """Bring gradients to where they belong, and weights to what was published.
@@ -599,56 +637,6 @@ class KeptByRules:
 # ---- AdamW -------------------------------------------------------------------------------
 # By `torch.optim.AdamW`'s own functional form. It works element by element, so a distributed
 # parameter is updated where its shards lie.
-
-
-@torch.no_grad()
-def adamw_step(
-    group: Mapping[str, Any],
-    state: dict[Any, Any],
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    *,
-    master_weights: bool,
-    fused: bool,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One AdamW step with the hyperparameters of the param group ``group``.
-
-    ``pairs`` are parameters with the local parts of their gradients, ``state`` is what
-    `make_adamw_state` made. ``fused``: in torch's fused form, one call that reads nothing back, and
-    leaves all as it is where ``found_inf`` (0-d, float32) is not zero. Otherwise as torch does it
-    on a CPU, bit for bit, in pieces that stay in its caches: its fused form rounds an element as
-    the element's place in a vector is.
-    """
-    if not pairs:
-        return
-    if found_inf is not None:
-        found_inf = found_inf.to(pairs[0][0].device)
-    own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
-    (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
-    decay = group["weight_decay"] if decay is None else decay
-    lr = float(group["lr"]) * group.get("adamw_lr_ratio", 1.0)
-    rows = []
-    for p, grad in pairs:
-        entry = state[p]
-        weight, target, *kept = (
-            stored_tensor(t)
-            for t in (p, entry.get(MASTER, p), entry["exp_avg"], entry["exp_avg_sq"])
-        )
-        rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
-    for some in [rows] if fused else _adamw_pieces(rows):
-        targets, weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
-        if master_weights:
-            follow_weights(targets, weights)
-        # In half precision that form rounds the decay first.
-        foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
-        adamw(
-            targets, gradients, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,
-            weight_decay=decay, eps=group[f"{own}eps"], amsgrad=False, maximize=False,
-            foreach=foreach, fused=fused, found_inf=found_inf,
-        )  # fmt: skip
-        rounded = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
-        if rounded:
-            torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
 
 def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:

@@ -55,23 +55,6 @@ Gradients = Mapping[int, Tensor]  # local ones by parameter
 AnyOperands = Operands | PassingOperands
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """What a step did. ``squares[n]`` is the mean square of the update of matrix ``matrices[n]``,
-    once ``work`` is done; ``finite`` is that of `Verdict`."""
-
-    full: bool = True
-    finite: bool | Tensor = True
-    matrices: Sequence[int] = ()
-    squares: Tensor | None = None
-    work: Work | None = None
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Arrivals:
     """Blocks of one param group whose matrices have one shape, with views of where their updates
@@ -147,7 +130,9 @@ class ParamsEngine(Engine):
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights
         self._rank = runtime.transport.rank
-        self._outcome = _Outcome()
+        # Of the last step: (matrices, the mean squares of their updates) once the work is done.
+        self._updates: tuple[Sequence[int], Tensor | None] = (), None
+        self._work = Work()
         hooks = self._settings.publish == "async"
         self._state = BlockState(
             runtime, self._optimizer, self._group_of, self._momentum_dtypes, masters
@@ -308,7 +293,7 @@ class ParamsEngine(Engine):
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         refusal = super().begin(amp, refusal)
-        self._outcome.wait()
+        self._wait()
         if refusal is None:
             self._state.begin_step()
             grads = [*self._grads.values()]
@@ -316,6 +301,10 @@ class ParamsEngine(Engine):
                 # A tensor, because reading it would wait for the device.
                 scale_all(grads, amp.scale.reciprocal().to(grads[0].device))
         return refusal
+
+    def _wait(self) -> None:
+        self._work.wait()
+        self._work = Work()
 
     def _take_gradients(self) -> None:
         found = enumerate(self._runtime.local_gradients())
@@ -337,11 +326,11 @@ class ParamsEngine(Engine):
             )
         self._begin_update()
         step = self._full_step if is_full else self._block_step
-        outcome = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
-        if outcome is None or not is_full:
+        self._updates = (), None
+        finite = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
+        if finite is False or not is_full:
             self._runtime.pass_by()
-        self._outcome = outcome or _Outcome(is_full, finite=False)
-        skipped = self._note(self._outcome.finite)
+        skipped = self._note(finite)
         if is_full:
             self.skips.late = 0
             if host_can_read(self._runtime.device):
@@ -351,7 +340,7 @@ class ParamsEngine(Engine):
             self.skips.late = self.skips.late + skipped
 
     def finish(self) -> None:
-        if self._outcome.full:  # a block step issues no collective, and this may
+        if self._full:  # a block step issues no collective, and this may
             super().finish()
 
     def _refuse(self, refusal: Exception) -> None:
@@ -385,10 +374,10 @@ class ParamsEngine(Engine):
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
-        self._outcome, self.skips.finite = _Outcome(), False
+        self._updates, self.skips.finite = ((), None), False
 
-    def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
-        """Take the step but for the last updates; None: nothing, as a gradient is not finite."""
+    def _full_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
+        """Take the step but for the last updates; False: nothing, as a gradient is not finite."""
         runtime, operands = self._runtime, self._operands
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
@@ -412,7 +401,7 @@ class ParamsEngine(Engine):
         is_ahead = is_ahead and not self._kept and not runtime.plan.has_co_owners
         verdict = Verdict(True) if is_ahead else agreed()
         if verdict is None:
-            return None
+            return False
         bad, now = verdict.bad, self._pass(operands, of_blocks, norms, verdict.bad)
         sizes = _Sizes()
 
@@ -430,13 +419,13 @@ class ParamsEngine(Engine):
             (lambda: agreed() is not None) if is_ahead else None,
             partial(self._share, vector, sizes),
         ):
-            return None
+            return False
         runtime.apply_missed()
         matrices = range(len(runtime.plan.specs.matrices))
         squares = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
         sizes.spread(squares)
-        work = runtime.all_reduce(squares, "rms")
-        return _Outcome(True, verdict.finite, matrices, squares, work)
+        self._updates, self._work = (matrices, squares), runtime.all_reduce(squares, "rms")
+        return verdict.finite
 
     def _pass(
         self, operands: AnyOperands, grads: Sequence[Tensor], norms: Tensor, bad: Tensor | None
@@ -483,7 +472,7 @@ class ParamsEngine(Engine):
             lr = self._hypers[arrived.group].adjusted(arrived.rows, arrived.cols)
             self._apply(arrived.group, arrived.blocks, arrived.updates, lr, own)
 
-    def _block_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
+    def _block_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
         state, operands = self._state, self._block_operands
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
@@ -491,7 +480,7 @@ class ParamsEngine(Engine):
         parameters, inf = [b.parameter for b in blocks], self._amp.found_inf
         verdict = own_verdict(norms, parameters, checked, here, inf, self._runtime.device)
         if verdict is None:
-            return None
+            return False
         matrices = [b.matrix for b in blocks]
         now = self._pass(operands, of_blocks, norms, verdict.bad)
         operands.commit(of_blocks, self._hypers, verdict.bad)
@@ -503,7 +492,8 @@ class ParamsEngine(Engine):
             found = [(of, ~marks.isfinite()) for of, marks in ((matrices, norms), *checked)]
             self.skips.names += suspects(self._runtime.plan.specs, found)
             del self.skips.names[SUSPECTS:]
-        return _Outcome(False, verdict.finite, matrices, sizes.squares())
+        self._updates = matrices, sizes.squares()
+        return verdict.finite
 
     # ---- Newton-Schulz -------------------------------------------------------------------
 
@@ -593,7 +583,7 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        of_step = {"full_step": self._outcome.full, "step_bytes": self.step_bytes()}
+        of_step = {"full_step": self._full, "step_bytes": self.step_bytes()}
         return super().stats() | of_step
 
     def describe(self) -> str:
@@ -601,11 +591,11 @@ class ParamsEngine(Engine):
         return f"{super().describe()}, {len(self._local)} of them need nobody else; {travel}"
 
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
-        outcome = self._outcome
-        outcome.wait()
-        if outcome.squares is None:
+        self._wait()
+        matrices, squares = self._updates
+        if squares is None:
             return (), torch.zeros(0, device=self._runtime.device)
-        return outcome.matrices, outcome.squares.sqrt()
+        return matrices, squares.sqrt()
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.

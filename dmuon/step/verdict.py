@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.comm.consensus import different, refused
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.process_groups import different, refused
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.period import Schedule, is_exchange_step
@@ -382,13 +382,8 @@ class VerdictMessage:
     def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
         """Which matrices have a norm below eps; ``others``: how many whose norms do not travel."""
         eps, found = self._digest.eps, self.found
-        found.below = []
-        least = min(filter(None, squares), default=math.inf) if self._has_norms else math.inf
-        if least < max(eps.values(), default=0.0) ** 2:
-            travelling = self._fields.travelling
-            limits = (eps[self._group_of[i]] ** 2 for i in travelling)
-            pairs = zip(travelling, squares, limits, strict=True)
-            found.below = [i for i, square, limit in pairs if 0 < square < limit]
+        pairs = zip(self._fields.travelling, squares) if self._has_norms else ()
+        found.below = [i for i, square in pairs if 0 < square < eps[self._group_of[i]] ** 2]
         found.below_eps = others + len(found.below)
 
     def _raise_difference(self) -> None:

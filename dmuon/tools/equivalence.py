@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import dedicate_params
-from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.owners_runtime import ReducedRuntime
-from dmuon.comm.process_groups import check_launched
+from dmuon.comm.process_groups import attempt_in_all, check_launched
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions, ReplicatedOptions
 from dmuon.dtensors import is_distributed, whole_tensor

@@ -43,9 +43,6 @@ class First(Transport):
         self.look()
         return super().all_gather([], tag=event.tag)
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Any:
-        return self._note(Event("reduce", tag, tensor.nbytes, dst))
-
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Any:
         return self._note(Event("broadcast", tag, tensor.nbytes, src))
 

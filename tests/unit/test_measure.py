@@ -83,7 +83,7 @@ def as_modelled(factor: float = 1.0) -> Callable[[Case, str], float]:
 
 
 def times_of(cases, timer, budget_s=1e9, known=None, **kwargs) -> dict[Case, float]:
-    pace = Pace(MODEL, known, lambda: timer.now)
+    pace = Pace(MODEL, dict(known or {}), lambda: timer.now)
     runs = [(case, "") for case in pace.in_order(cases)]
     found = median_times(runs, timer, pace, deadline=timer.now + budget_s, **kwargs)
     return {case: ms for (case, _), ms in found.items()}
@@ -159,7 +159,7 @@ def test_who_has_lost_a_race_is_not_run_again():
         left = {kernel: iter(some) for kernel, some in times.items()}
         timer = FakeTimer(lambda case, kernel, left=left: next(left[kernel]))
         runs = [(ONE, kernel) for kernel in times]
-        pace = Pace(MODEL, clock=lambda timer=timer: timer.now)
+        pace = Pace(MODEL, {}, lambda timer=timer: timer.now)
         assert median_times(runs, timer, pace, is_race=is_race).keys() == set(runs)
         counts = Counter(kernel for _, kernel in timer.runs)
         assert counts["a"] == counts["b"] == counts["c"] == 6 and counts["d"] == 2 + 4 * (
@@ -234,7 +234,7 @@ RULE, OTHER = OFFERED[:2]
 def chosen(ms: dict[str, float], cases=(ONE,), cached=None, budget_s=1e6, timer=None, **kwargs):
     timer = timer or FakeTimer(lambda case, kernel: ms.get(kernel, 9.0) / 1e3)
     options = KernelOptions(tune_budget_s=budget_s, **kwargs)
-    pace = Pace(MODEL, clock=lambda: timer.now)
+    pace = Pace(MODEL, {}, lambda: timer.now)
     return choose_kernels(cases, cached or {}, timer, pace, options)
 
 

@@ -90,9 +90,6 @@ class Lagging(Transport):
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
         return self.Work(self, parts[0])
 
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self.Work(self, tensor)
-
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         return super().all_reduce(tensor, tag=tag) if maximum else self.Work(self, tensor)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.comm.dedicated.prefetch import PassState, Prefetcher
-from dmuon.comm.dedicated.storage import Layer, WeightState
+from dmuon.comm.prefetch import PassState, Prefetcher
 from dmuon.comm.reducer import RoundState
+from dmuon.comm.storage import Layer, WeightState
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions
 from tests.unit.models import reducer_of

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
-from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.pipeline import Copies
-from dmuon.comm.process_groups import ProcessGroups, start_from_first
+from dmuon.comm.process_groups import ProcessGroups, attempt_in_all, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Meter, Work, wait_all
 from dmuon.config import DedicatedOptions

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.dedicated.storage import Layer, Storage, WeightState
 from dmuon.comm.hooks import Hook, Remove, WaitPoint, opaque
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
+from dmuon.comm.storage import Layer, Storage, WeightState
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError, OwnershipError, State
 

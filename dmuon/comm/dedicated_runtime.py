@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dmuon.comm import prefetch
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
-from dmuon.comm.dedicated import prefetch
-from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
 from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
+from dmuon.comm.storage import Storage, layers_of
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit, units_of
