@@ -64,9 +64,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``flows`` of a plan over the links of ``device`` (None: unknown, so nothing takes time).
-    ``first`` is the part of the step's traffic that comes before, or after, all that can hide
-    it."""
+    """``flows`` of a plan over the links of ``device`` (None: unknown, and so are the times).
+    ``first`` is the part of the step's traffic that comes before, or after, all that hides it."""
 
     plan: OwnershipPlan
     flows: tuple[Flow, ...]
@@ -76,17 +75,14 @@ class Traffic:
     @property
     def ms(self) -> float | None:
         """What the step sends takes so long: the slowest rank."""
-        if self.device is None:
-            return None
-        return sum(f.ms(self.device) for f in self.flows if f.when == "step")
+        of_step = (flow for flow in self.flows if flow.when == "step")
+        return None if self.device is None else sum(flow.ms(self.device) for flow in of_step)
 
     @property
     def exposed_ms(self) -> float | None:
         """What of it Newton-Schulz does not hide."""
-        if self.ms is None:
-            return None
-        shown = self.first * self.ms
-        return min(self.ms, shown + max(0.0, self.ms - shown - self.plan.makespan_ms))
+        ms = self.ms
+        return None if ms is None else max(self.first * ms, ms - self.plan.makespan_ms)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON."""
@@ -104,13 +100,11 @@ def traffic(plan: OwnershipPlan, item: int | None = None) -> Traffic:
         item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
     topology = plan.topology
     device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
-    counts: Counter[int] = Counter()
+    counts = Counter(rank for batch in plan.batches for rank in batch.ranks)
     owned: Counter[int] = Counter()
     for batch in plan.batches:
-        for rank in batch.ranks:
-            counts[rank] += 1
-            numel = sum(plan.specs.matrices[i].numel for i in batch.matrices)
-            owned[rank] += item * numel // len(batch.ranks)
+        nbytes = item * sum(plan.specs.matrices[i].numel for i in batch.matrices)
+        owned.update(dict.fromkeys(batch.ranks, nbytes // len(batch.ranks)))
     is_sharded = plan.layout is Layout.SHARDED
     size = ShardedOptions().bucket_bytes if is_sharded else ReplicatedOptions().publish_bucket_bytes
     largest, most = max(owned.values(), default=0), max(counts.values(), default=1)
@@ -127,11 +121,9 @@ class _Mesh:
         self.plan, topology = plan, plan.topology
         self.world = topology.world
         self.node = np.array([topology.node(rank) for rank in range(self.world)])
-        every, axes = range(len(topology.shape)), [*range(0)]
-        if plan.layout is Layout.SHARDED:
-            axes = [i for i in every if "replic" in topology.axes[i].lower()]
-        elif plan.layout is Layout.DEDICATED:
-            axes = [*every[:-1]]
+        every = range(len(topology.shape))
+        named = [i for i in every if "replic" in topology.axes[i].lower()]
+        axes = {Layout.SHARDED: named, Layout.DEDICATED: [*every[:-1]]}.get(plan.layout, [])
         others = [i for i in every if i not in axes]
         self.replicas = math.prod(topology.shape[i] for i in axes)
         # The rank at each place of each replica.
@@ -166,8 +158,8 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
             for j, owner in enumerate(batch.ranks):
                 key = shape, box, long, j, len(batch.ranks), domain, mesh.replica[batch.owner]
                 owned[key][owner] += item
-    zeros = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
-    handed, scattered, first, links = *np.zeros((3, mesh.world)), zeros
+    links = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
+    handed, scattered, first = np.zeros((3, mesh.world))
     for (shape, box, long, j, count, domain, replica), owners in owned.items():
         members = np.array(domains[domain] if domain >= 0 else range(mesh.world))
         if len(members) == 1:
@@ -210,8 +202,8 @@ def _pieces(
 
 
 def _broadcast(mesh: _Mesh, item: int) -> Iterator[Flow]:
-    total = item * sum(matrix.numel for matrix in mesh.plan.specs.matrices)
-    yield mesh.ring("updates", "step", np.full(mesh.world, float(total)), mesh.world)
+    total = float(item * sum(matrix.numel for matrix in mesh.plan.specs.matrices))
+    yield mesh.ring("updates", "step", np.full(mesh.world, total), mesh.world)
 
 
 def _weight_bytes(mesh: _Mesh) -> Floats:
