@@ -39,13 +39,7 @@ from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
-from dmuon.comm.transport import (
-    C10dTransport,
-    Transport,
-    connect,
-    splits_communicators,
-    timeout_of,
-)
+from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, measured_slices

@@ -521,20 +521,14 @@ def _facts_of_one(report: LoadBalanceReport) -> list[render.Fact]:
 def _traffic_text(report: LoadBalanceReport) -> str:
     """What a rank sends in each part of training, and what of it shows."""
     found, parts, size = traffic(report.plan), [], render.bytes_text
-    for when in ("step", "forward", "backward"):
-        flows = [flow for flow in found.flows if flow.when == when]
-        if not flows:
-            continue
+    for when, flows in grouped((flow.when, flow) for flow in found.flows).items():
         across = sum(flow.across[0] for flow in flows)
         sent = across + sum(flow.inside[0] for flow in flows)
         mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
-        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * bool(
-            across.any()
-        )
-        text = (
-            f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
-            + f" ({', '.join(details)})" * bool(details)
-        )
+        details = [f"at most {most}"] if mean != most else []
+        details += [f"{over} to other nodes"] if across.any() else []
+        text = f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
+        text += f" ({', '.join(details)})" if details else ""
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         if when == "step" and found.exposed_ms is not None:
