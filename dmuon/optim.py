@@ -1,10 +1,5 @@
 """`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and everything else (AdamW).
 
-::
-
-    arguments -> modules that hold the parameters, param groups (`groups`)
-      -> ownership (`api`), at the first step or before -> engines (`step`), one per ownership
-
 The class comes first; below it are the checks of its arguments and of what was planned.
 """
 
@@ -34,6 +29,7 @@ from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import check_planned_together
 from dmuon.comm.transport import C10dTransport
+from dmuon.config import Period, Schedule
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
@@ -52,7 +48,6 @@ from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
-from dmuon.period import Period, Schedule
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
@@ -693,9 +688,9 @@ class Muon(Optimizer):
             return {}
         times: dict[str, float] = defaultdict(float)
         in_groups: dict[int, list[float]] = defaultdict(list)
-        planned, records = 0.0, [each[steps] for each in found]
-        for engine, ownership, record in zip(run.engines, run.ownerships, records, strict=True):
-            planned += ownership.telemetry.planned_ms or math.nan
+        records = [each[steps] for each in found]
+        planned = sum(o.telemetry.planned_ms or math.nan for o in run.ownerships)
+        for engine, record in zip(run.engines, records, strict=True):
             for name, ms in record.times().items():
                 times[name] += ms
             for group, rms in engine.in_groups(record):
@@ -1004,12 +999,9 @@ def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
 
 
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
-    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding.
-
-    Compares root mean squares (RMS) over the matrices of each param group and dtype that the rank
-    stores. That of an update follows from the learning rate, because the entries of an orthogonal
-    ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
-    """
+    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding: by
+    root mean squares over the matrices of a param group and dtype that the rank stores. The entries
+    of an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``. Reads the weights once."""
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
     # By group and dtype: weights, their updates' sums of squares, and how many elements those have.
     found: dict[tuple[int, torch.dtype], list[tuple[Tensor, float, int]]] = defaultdict(list)

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmuon.config import FINITE, checked
+from dmuon.config import FINITE, Schedule, checked
 from dmuon.dtensors import local_tensor
 from dmuon.groups import PROGRESS, Group, NamedGroups, Route, as_here, check_group, describe
-from dmuon.period import Schedule
 from dmuon.rule import MASTER, MOMENTUM, momentum_dtypes, rule_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.tensors import not_finite
