@@ -1,9 +1,5 @@
 """`dedicate_params`: from a model and a mesh to an `Ownership`.
 
-::
-
-    parameters + mesh -> specs, topology -> costs -> solve -> plan -> runtime -> Ownership
-
 `assemble` has the steps; their functions stand below it in the same order.
 """
 

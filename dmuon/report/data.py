@@ -1,10 +1,4 @@
-"""The load-balance report: how a plan loads each rank, as numbers, sentences and tables.
-
-::
-
-    OwnershipPlan, measured ms -> LoadBalanceReport -> facts, tables -> text.render, page
-                                                    -> to_dict
-"""
+"""The load-balance report: how a plan loads each rank, as numbers, sentences and tables."""
 
 from __future__ import annotations
 

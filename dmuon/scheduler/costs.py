@@ -1,12 +1,5 @@
 """The costs of an owner's work: batched Newton-Schulz time per shape, dtype and device.
 
-::
-
-    measured, given ──▶ CostTable ──▶ batch_ms, origin, kernel     (planning)
-                          │    ▲
-                          ▼    │      between and beyond its entries: interpolation, `analytic_ms`
-                     a file, the cache on disk
-
 `docs/costs.md` explains where the numbers come from and how far to trust them.
 """
 

@@ -297,9 +297,7 @@ class OwnerLimits:
 
     ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
     anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
-    the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
-    that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
-    measures.
+    the parameters, that of what the rank holds; not AdamW's time, which is the same on all ranks.
     ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
     the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
     where momentum lies with the owners, and none elsewhere.
