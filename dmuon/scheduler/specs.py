@@ -317,11 +317,13 @@ class OwnerLimits:
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
-        for name in ("fixed_ms", "fixed_bytes"):
+        lengths = dict.fromkeys(("fixed_ms", "fixed_bytes"), (world, "ranks"))
+        lengths |= dict.fromkeys(("domain_of", "matrix_bytes"), (matrices, "matrices"))
+        for name, (count, what) in lengths.items():
             values = getattr(self, name)
-            if values and len(values) != world:
-                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
-            wrong = [v for v in values if not 0 <= v <= _MOST_FIXED]
+            if values and len(values) != count:
+                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {count} {what}")
+            wrong = [v for v in values if what == "ranks" and not 0 <= v <= _MOST_FIXED]
             if wrong:
                 raise PlanError(
                     f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
@@ -337,12 +339,6 @@ class OwnerLimits:
                 )
         if bool(self.domains) != bool(self.domain_of):
             raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
-        for name in ("domain_of", "matrix_bytes"):
-            values = getattr(self, name)
-            if values and len(values) != matrices:
-                raise PlanError(
-                    f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
-                )
         if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
             raise PlanError("OwnerLimits.domain_of names a domain that OwnerLimits.domains has not")
 
