@@ -222,11 +222,8 @@ def assemble(
     topology: Callable[[], Topology],
     new_group: process_groups.NewGroup | None = None,
 ) -> Ownership:
-    """`dedicate_params` over a given transport; on failure the transport is closed.
-
-    ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
-    instead of `Transport.subgroup`.
-    """
+    """`dedicate_params` over a given transport, closed on failure; ``new_group`` makes those of the
+    process groups beside it, instead of `Transport.subgroup`."""
     opened, began = [transport], time.perf_counter()
     what = given.caller
     if given.before is not None:
@@ -629,10 +626,8 @@ def _planner(found: _Found) -> config.PlannerOptions:
 def _runtime(
     found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
 ) -> LayoutRuntime:
-    """The machinery of the layout; hooks are installed when an optimizer binds to it.
-
-    First whatever is a collective call, then what may fail on one rank alone.
-    """
+    """The machinery of the layout, without hooks. First what is a collective call, then what may fail
+    on one rank alone."""
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]

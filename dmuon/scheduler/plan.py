@@ -438,10 +438,9 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Units are in order of registration, in which the next forward pass needs
-    the results, but those with the most co-owners come first, so that no rank waits while others
-    work alone. ``one_by_one``: a matrix and a transposed one are cut, too, so that each is computed
-    as it is, whatever its batch.
+    their number. Units are in order of registration, in which the next forward pass needs them, but
+    those with the most co-owners come first, so that no rank waits while others work alone.
+    ``one_by_one``: matrices and transposed ones are cut, too, so that each is computed as it is.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))

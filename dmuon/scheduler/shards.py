@@ -2,12 +2,7 @@
 
 A parameter of any number of dims is cut into boxes, one per rank; ranks that replicate hold equal
 boxes. A matrix is a box of its parameter too, so the part of it that a rank holds is the
-intersection of two boxes. Example: ``[8, 6]`` under tensor parallelism (columns, 2 ranks) and FSDP
-(rows, 2)::
-
-             columns 0-2   columns 3-5
-    rows 0-3   rank 0        rank 1
-    rows 4-7   rank 2        rank 3
+intersection of two boxes.
 
 One parameter may exist several times: a weight that tensor parallelism leaves alone is sharded
 over the data-parallel ranks of every tensor-parallel coordinate by itself. Such *copies* are

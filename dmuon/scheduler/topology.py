@@ -199,15 +199,10 @@ def place(
 ) -> list[int]:
     """The owner of each matrix, given how many of each shape every owner takes.
 
-    It does not depend on how ``counts`` are arranged inside a group of ``interchangeable`` ranks.
-
-    Args:
-        shapes: the shape of each matrix, matrices in the order in which they are launched.
-        layers: the layer of each matrix, "" for none. That a layer's matrices have different
-            owners is a goal, met best where they follow each other, not a promise.
-        counts: for each rank, shape -> how many of that shape it takes.
-        interchangeable: groups of ranks that may exchange their counts.
-        topology: where the ranks are; owners evade nodes and columns of the matrices before.
+    ``shapes`` and ``layers`` ("" for none) are those of each matrix, in launch order; that a
+    layer's matrices have different owners is a goal, met best where they follow each other, not a
+    promise. ``counts``: for each rank, shape -> how many of it. They may be arranged in any way
+    inside a group of ``interchangeable`` ranks, which exchange them.
     """
     order = topology.owner_order()
     patterns = _share_out(counts, interchangeable, order)
