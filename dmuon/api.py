@@ -626,8 +626,8 @@ def _planner(found: _Found) -> config.PlannerOptions:
 def _runtime(
     found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
 ) -> LayoutRuntime:
-    """The machinery of the layout, without hooks. First what is a collective call, then what may fail
-    on one rank alone."""
+    """The machinery of the layout, without hooks. First what is a collective call, then what may
+    fail on one rank alone."""
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]

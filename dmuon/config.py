@@ -319,10 +319,8 @@ class DedicatedOptions(_Checked):
 
 # ---- hyperparameters ---------------------------------------------------------------------
 
-# The one table of what a param group may say. A new hyperparameter of matrices is a line in
-# `MuonDefaults` and an argument of `dmuon.Muon`: groups are completed, checked, compared between
-# ranks, saved and loaded by these tables. What two of them must not say together:
-# `check_muon_group`.
+# The one table of what a param group may say: groups are completed, checked, compared between
+# ranks, saved and loaded by it. What two of them must not say together: `check_muon_group`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +342,8 @@ class MuonDefaults:
     momentum_dtype: str | torch.dtype | None = _default(None, MOMENTUM_DTYPE)
 
     def group(self) -> dict[str, Any]:
-        """The hyperparameters by name."""
-        return _values(self)
+        """The hyperparameters by name, checked."""
+        return check_muon_group(_values(self))
 
 
 @dataclass(frozen=True, slots=True)

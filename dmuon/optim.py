@@ -220,7 +220,7 @@ class Muon(Optimizer):
         """The param groups, when everything is right. Not a collective call: what must be alike on
         all ranks is compared when engines are made."""
         run = self._run
-        run.groups.defaults = config.check_muon_group(muon.group()), adamw.group()
+        run.groups.defaults = muon.group(), adamw.group()
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
@@ -988,16 +988,6 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
     )
 
 
-def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Half a unit in the last place of numbers of this magnitude; a smaller change is lost.
-
-    >>> _half_ulp(0.02, torch.bfloat16) == 2.0**-14, _half_ulp(1.0, torch.float16) == 2.0**-11
-    (True, True)
-    """
-    info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
-    return 2.0**51 * info.eps * math.ulp(max(magnitude, info.smallest_normal))
-
-
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
     """A warning, on one rank, if typical updates of half-precision weights are lost in rounding: by
     root mean squares over the matrices of a param group and dtype that the rank stores. The entries
@@ -1024,15 +1014,17 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         weight = norm / math.sqrt(sum(w.numel() for w in weights))
-        if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, dtype)):
-            lost.append((update / ulp, update, weight, number, dtype))
+        info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
+        half_ulp = 2.0**51 * info.eps * math.ulp(max(weight, info.smallest_normal))
+        if 0 < weight < math.inf and 0 < update < half_ulp:
+            lost.append((update / half_ulp, update, weight, half_ulp, number, dtype))
     if not lost:
         return None
-    _, update, weight, number, dtype = min(lost, key=lambda row: row[0])
+    _, update, weight, half_ulp, number, dtype = min(lost, key=lambda row: row[0])
     return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
         f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "
-        f"typical weight, {weight:.2g}, is {_half_ulp(weight, dtype):.2g}: most updates are "
+        f"typical weight, {weight:.2g}, is {half_ulp:.2g}: most updates are "
         "rounded away and change nothing. Pass master_weights=True, which keeps float32 weights "
         "behind the parameters, or keep the parameters in float32 and compute under torch.autocast"
     )

@@ -18,7 +18,7 @@ from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
-from dmuon.scheduler.topology import Contention, contention, natural_key
+from dmuon.scheduler.topology import Contention, contention, launch_order
 from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
@@ -248,8 +248,8 @@ class LoadBalanceReport:
         as if the ranks took turns in order; None on a single node."""
         plan, topology = self.plan, self.plan.topology
         # Those that travel, in about the order in which they do.
-        moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
-        moving.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
+        order = launch_order([matrix.name for matrix in plan.specs.matrices])
+        moving = [i for i in order if not plan.limits.is_forced(i)]
         if topology.nodes < 2 or not moving:
             return None
         owners = [plan.owners[i] for i in moving]

@@ -1,14 +1,7 @@
 """What ranks send in a training step because of Muon: bytes, milliseconds, and what of it shows.
 
-Whoever sends what follows from the plan, the layout, and where the ranks sit::
-
-    sharded    gather, scatter         each piece to its owner and back, hidden behind Newton-Schulz
-               replicate               HSDP: updates to the other replicas, as well
-    replicated updates                 owners broadcast, hidden behind Newton-Schulz
-    reduce_to_owner                    the same, and gradients to their owners in backward
-    dedicated  weights, gradients      in forward and backward; with replicas also between these
-
-Of the step's own traffic the first gather and the last scatter show, and what takes longer than the
+Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. Of the
+step's own traffic the first gather and the last scatter show, and what takes longer than the
 Newton-Schulz that hides it. What travels in forward and backward is hidden behind the model, which
 is not known here. AdamW adds nothing to what a framework sends anyway; exchanges among co-owners
 are in the prices.
@@ -92,12 +85,11 @@ class Traffic:
         return {"ms": ms, "hidden_ms": hidden, "exposed_ms": exposed, "flows": flows}
 
 
-def traffic(plan: OwnershipPlan, item: int | None = None) -> Traffic:
-    """What a plan's ranks send, a pure function of it; ``item``: bytes of an element in the
-    Newton-Schulz dtype (None: of the plan's kernels, else 2)."""
-    if item is None:
-        kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
-        item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
+def traffic(plan: OwnershipPlan) -> Traffic:
+    """What a plan's ranks send, a pure function of it, in the Newton-Schulz dtype of its kernels
+    (where it names none, of two bytes)."""
+    kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
+    item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
     topology = plan.topology
     device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
     counts = Counter(rank for batch in plan.batches for rank in batch.ranks)
