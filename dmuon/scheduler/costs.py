@@ -197,10 +197,7 @@ def analytic_class(device_type: str, device_name: str = "") -> str:
 
 def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
     """Its row or, where measured times scale the model, any: that of an H100."""
-    try:
-        return ANALYTIC_DEVICES[analytic_class(device_type, device_name)]
-    except PlanError:
-        return ANALYTIC_DEVICES["h100"]
+    return device_of(device_name, device_type, 1) or ANALYTIC_DEVICES["h100"]
 
 
 def nic_bandwidth(text: str, ranks_per_node: int) -> float:
@@ -217,8 +214,8 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
 
 
 def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:
-    """The device class that a `CostTable.source` tells, with the network card that it names; None
-    where it tells none."""
+    """The device class that a `CostTable.source` or a driver tells, with the network card that it
+    names; None where it tells none."""
     told, _, nic = source.partition(", nic ")
     kind, _, name = told.partition(":")
     try:

@@ -314,12 +314,12 @@ def evenly_sharded(
         return LocalShard(every, along, Box(tuple(offset), tuple(size)))
 
     order = sorted(range(len(cuts)), key=cuts.__getitem__)  # axes that replicate first
-    ranks = np.arange(world).reshape(topology.shape).transpose(order).reshape(-1, count)
+    ranks = np.arange(world).reshape(topology.shape).transpose(order)
     kinds = [(p.shape, i in stacks) for i, p in enumerate(specs.parameters)]
     reports = []
-    for rank in every:
-        ((replica,), (index,)) = np.nonzero(ranks == rank)
-        made = {kind: shard(*kind, int(index), int(replica)) for kind in {*kinds}}
+    for rank, place in enumerate(ranks.argsort(axis=None).tolist()):
+        replica, index = divmod(place, count)
+        made = {kind: shard(*kind, index, replica) for kind in {*kinds}}
         reports.append(RankShards(rank, tuple(made[kind] for kind in kinds)))
     copies, holders = ((every,),) * len(specs.parameters), (every,) * len(specs.matrices)
     return ShardMap(specs, tuple(reports), copies, holders)

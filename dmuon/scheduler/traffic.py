@@ -118,12 +118,10 @@ class _Mesh:
         axes = {Layout.SHARDED: named, Layout.DEDICATED: [*every[:-1]]}.get(plan.layout, [])
         others = [i for i in every if i not in axes]
         self.replicas = math.prod(topology.shape[i] for i in axes)
-        # The rank at each place of each replica.
+        # The rank at each place of each replica, and where each rank is.
         ranks = np.arange(self.world).reshape(topology.shape).transpose(*axes, *others)
         self.ranks = ranks.reshape(self.replicas, -1)
-        self.replica, self.place = np.empty((2, self.world), np.int64)
-        for replica, mine in enumerate(self.ranks):
-            self.replica[mine], self.place[mine] = replica, np.arange(len(mine))
+        self.replica, self.place = np.divmod(self.ranks.argsort(axis=None), self.ranks.shape[1])
 
     def near(self, values: Floats) -> Floats:
         """For each rank the sum over its node."""
@@ -151,7 +149,7 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
                 key = shape, box, long, j, len(batch.ranks), domain, mesh.replica[batch.owner]
                 owned[key][owner] += item
     links = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
-    handed, scattered, first = np.zeros((3, mesh.world))
+    first = np.zeros(mesh.world)
     for (shape, box, long, j, count, domain, replica), owners in owned.items():
         members = np.array(domains[domain] if domain >= 0 else range(mesh.world))
         if len(members) == 1:
@@ -159,13 +157,12 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
         among = members[mesh.replica[members] == replica]
         pieces = np.zeros(mesh.world)
         pieces[among] = _pieces(shape, box, long, j, count, len(among), mesh)
-        sent, come = pieces * (owners.sum() - owners), owners * (pieces.sum() - pieces)
+        moved = np.array([pieces * (owners.sum() - owners), owners * (pieces.sum() - pieces)])
         inside = pieces * (mesh.near(owners) - owners), owners * (mesh.near(pieces) - pieces)
-        links += np.array([inside, np.array((sent, come)) - inside])
-        handed, scattered = handed + sent, scattered + come
+        links += np.array([inside, moved - inside])
         first += pieces * owners.sum()
-    yield Flow("gather", "step", handed, *links)
-    yield Flow("scatter", "step", scattered, *links[:, ::-1])
+    yield Flow("gather", "step", links[:, 0].sum(0), *links)
+    yield Flow("scatter", "step", links[:, 1].sum(0), *links[:, ::-1])
     links = np.zeros_like(links)
     for step in range(1, mesh.replicas):
         partner = mesh.ranks[(mesh.replica + step) % mesh.replicas, mesh.place]
