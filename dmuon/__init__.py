@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dmuon.config import (
         DedicatedOptions,
         KernelOptions,
+        LinearPeriod,
         PlannerOptions,
         ReplicatedOptions,
         ShardedOptions,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from dmuon.kernels.newton_schulz import newton_schulz
     from dmuon.optim import Muon, hf_factory
     from dmuon.ownership import Ownership, clip_grad_norm_, no_sync
-    from dmuon.period import LinearPeriod
     from dmuon.report.data import LoadBalanceReport
     from dmuon.rule import Rule, StateSpec
     from dmuon.scheduler.costs import CostTable
@@ -55,11 +55,11 @@ __version__ = "0.1.0"
 # The imports above, for when the program runs.
 _NAMES = {
     "api": "dedicate_params",
-    "config": "DedicatedOptions KernelOptions PlannerOptions ReplicatedOptions ShardedOptions",
+    "config": "DedicatedOptions KernelOptions LinearPeriod PlannerOptions ReplicatedOptions "
+    "ShardedOptions",
     "kernels.newton_schulz": "newton_schulz",
     "optim": "Muon hf_factory",
     "ownership": "Ownership clip_grad_norm_ no_sync",
-    "period": "LinearPeriod",
     "report.data": "LoadBalanceReport",
     "rule": "Rule StateSpec",
     "scheduler.costs": "CostTable",

@@ -1,9 +1,5 @@
 """`dedicate_params`: from a model and a mesh to an `Ownership`.
 
-::
-
-    parameters + mesh -> specs, topology -> costs -> solve -> plan -> runtime -> Ownership
-
 `assemble` has the steps; their functions stand below it in the same order.
 """
 
@@ -39,13 +35,7 @@ from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
 from dmuon.comm.process_groups import attempt_in_all, solve_on_first
-from dmuon.comm.transport import (
-    C10dTransport,
-    Transport,
-    connect,
-    splits_communicators,
-    timeout_of,
-)
+from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, measured_slices
@@ -232,11 +222,8 @@ def assemble(
     topology: Callable[[], Topology],
     new_group: process_groups.NewGroup | None = None,
 ) -> Ownership:
-    """`dedicate_params` over a given transport; on failure the transport is closed.
-
-    ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
-    instead of `Transport.subgroup`.
-    """
+    """`dedicate_params` over a given transport, closed on failure; ``new_group`` makes those of the
+    process groups beside it, instead of `Transport.subgroup`."""
     opened, began = [transport], time.perf_counter()
     what = given.caller
     if given.before is not None:
@@ -639,10 +626,8 @@ def _planner(found: _Found) -> config.PlannerOptions:
 def _runtime(
     found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
 ) -> LayoutRuntime:
-    """The machinery of the layout; hooks are installed when an optimizer binds to it.
-
-    First whatever is a collective call, then what may fail on one rank alone.
-    """
+    """The machinery of the layout, without hooks. First what is a collective call, then what may
+    fail on one rank alone."""
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]

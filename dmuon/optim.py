@@ -1,10 +1,5 @@
 """`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and everything else (AdamW).
 
-::
-
-    arguments -> modules that hold the parameters, param groups (`groups`)
-      -> ownership (`api`), at the first step or before -> engines (`step`), one per ownership
-
 The class comes first; below it are the checks of its arguments and of what was planned.
 """
 
@@ -33,6 +28,7 @@ from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import attempt_in_all, check_planned_together
 from dmuon.comm.transport import C10dTransport
+from dmuon.config import Period, Schedule
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
@@ -51,7 +47,6 @@ from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
-from dmuon.period import Period, Schedule
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
@@ -224,7 +219,7 @@ class Muon(Optimizer):
         """The param groups, when everything is right. Not a collective call: what must be alike on
         all ranks is compared when engines are made."""
         run = self._run
-        run.groups.defaults = config.check_muon_group(muon.group()), adamw.group()
+        run.groups.defaults = muon.group(), adamw.group()
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
@@ -692,9 +687,9 @@ class Muon(Optimizer):
             return {}
         times: dict[str, float] = defaultdict(float)
         in_groups: dict[int, list[float]] = defaultdict(list)
-        planned, records = 0.0, [each[steps] for each in found]
-        for engine, ownership, record in zip(run.engines, run.ownerships, records, strict=True):
-            planned += ownership.telemetry.planned_ms or math.nan
+        records = [each[steps] for each in found]
+        planned = sum(o.telemetry.planned_ms or math.nan for o in run.ownerships)
+        for engine, record in zip(run.engines, records, strict=True):
             for name, ms in record.times().items():
                 times[name] += ms
             for group, rms in engine.in_groups(record):
@@ -992,23 +987,10 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
     )
 
 
-def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Half a unit in the last place of numbers of this magnitude; a smaller change is lost.
-
-    >>> _half_ulp(0.02, torch.bfloat16) == 2.0**-14, _half_ulp(1.0, torch.float16) == 2.0**-11
-    (True, True)
-    """
-    info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
-    return 2.0**51 * info.eps * math.ulp(max(magnitude, info.smallest_normal))
-
-
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
-    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding.
-
-    Compares root mean squares (RMS) over the matrices of each param group and dtype that the rank
-    stores. That of an update follows from the learning rate, because the entries of an orthogonal
-    ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
-    """
+    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding: by
+    root mean squares over the matrices of a param group and dtype that the rank stores. The entries
+    of an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``. Reads the weights once."""
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
     # By group and dtype: weights, their updates' sums of squares, and how many elements those have.
     found: dict[tuple[int, torch.dtype], list[tuple[Tensor, float, int]]] = defaultdict(list)
@@ -1031,15 +1013,17 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         weight = norm / math.sqrt(sum(w.numel() for w in weights))
-        if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, dtype)):
-            lost.append((update / ulp, update, weight, number, dtype))
+        info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
+        half_ulp = 2.0**51 * info.eps * math.ulp(max(weight, info.smallest_normal))
+        if 0 < weight < math.inf and 0 < update < half_ulp:
+            lost.append((update / half_ulp, update, weight, half_ulp, number, dtype))
     if not lost:
         return None
-    _, update, weight, number, dtype = min(lost, key=lambda row: row[0])
+    _, update, weight, half_ulp, number, dtype = min(lost, key=lambda row: row[0])
     return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
         f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "
-        f"typical weight, {weight:.2g}, is {_half_ulp(weight, dtype):.2g}: most updates are "
+        f"typical weight, {weight:.2g}, is {half_ulp:.2g}: most updates are "
         "rounded away and change nothing. Pass master_weights=True, which keeps float32 weights "
         "behind the parameters, or keep the parameters in float32 and compute under torch.autocast"
     )

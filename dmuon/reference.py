@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from dmuon.config import MuonDefaults, check_muon_group
+from dmuon.config import MuonDefaults
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.rule import Rule, rule_of
 from dmuon.scheduler.select import collect, trainable_parameters
@@ -57,11 +57,10 @@ class ReferenceMuon(Optimizer):
         heads: Heads | None = None,
         orthogonalize: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        defaults = MuonDefaults(
+        group = MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
-        )  # fmt: skip
-        group = check_muon_group(defaults.group())
+        ).group()  # fmt: skip
         rule_of(group)
         if isinstance(variant, str) and variant not in _VARIANTS:
             raise ValueError(f"ReferenceMuon knows {list(_VARIANTS)}, found variant={variant!r}")

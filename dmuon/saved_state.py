@@ -1,11 +1,6 @@
 """A saved state of `Muon`: every check of what `load_state_dict` is given.
 
-`read_state` takes it through these checks, in this order, and changes nothing::
-
-    form        a dict with entries and param groups, or a list of such dicts
-    parameters  which entry belongs to which parameter: by name where there are names, else by order
-    entries     the keys, shapes, dtypes and values of each
-    groups      the hyperparameters, and where the schedule is
+`read_state` makes them, in the order of the functions below it, and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmuon.config import FINITE, checked
+from dmuon.config import FINITE, Schedule, checked
 from dmuon.dtensors import local_tensor
 from dmuon.groups import PROGRESS, Group, NamedGroups, Route, as_here, check_group, describe
-from dmuon.period import Schedule
 from dmuon.rule import MASTER, MOMENTUM, momentum_dtypes, rule_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.tensors import not_finite

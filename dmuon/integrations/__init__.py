@@ -1,11 +1,18 @@
-"""One thin file for each framework that finds optimizers in a table or through plugins: imported by
-that framework and by nobody else."""
+"""One thin file for each framework that finds optimizers in a table or through plugins, imported by
+that framework and by nobody else; what is needed without importing a framework is here."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
 from typing import Any
+
+import dmuon
+
+
+class DMuon(dmuon.Muon):
+    """`dmuon.Muon` by another name: nemo-automodel 0.7 takes every class called ``Muon`` for that
+    of the package dion."""
 
 
 def keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:

@@ -1,10 +1,4 @@
-"""The load-balance report: how a plan loads each rank, as numbers, sentences and tables.
-
-::
-
-    OwnershipPlan, measured ms -> LoadBalanceReport -> facts, tables -> text.render, page
-                                                    -> to_dict
-"""
+"""The load-balance report: how a plan loads each rank, as numbers, sentences and tables."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
-from dmuon.scheduler.topology import Contention, contention, natural_key
+from dmuon.scheduler.topology import Contention, contention, launch_order
 from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
@@ -254,8 +248,8 @@ class LoadBalanceReport:
         as if the ranks took turns in order; None on a single node."""
         plan, topology = self.plan, self.plan.topology
         # Those that travel, in about the order in which they do.
-        moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
-        moving.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
+        order = launch_order([matrix.name for matrix in plan.specs.matrices])
+        moving = [i for i in order if not plan.limits.is_forced(i)]
         if topology.nodes < 2 or not moving:
             return None
         owners = [plan.owners[i] for i in moving]
@@ -521,20 +515,14 @@ def _facts_of_one(report: LoadBalanceReport) -> list[render.Fact]:
 def _traffic_text(report: LoadBalanceReport) -> str:
     """What a rank sends in each part of training, and what of it shows."""
     found, parts, size = traffic(report.plan), [], render.bytes_text
-    for when in ("step", "forward", "backward"):
-        flows = [flow for flow in found.flows if flow.when == when]
-        if not flows:
-            continue
+    for when, flows in grouped((flow.when, flow) for flow in found.flows).items():
         across = sum(flow.across[0] for flow in flows)
         sent = across + sum(flow.inside[0] for flow in flows)
         mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
-        details = [f"at most {most}"] * (mean != most) + [f"{over} to other nodes"] * bool(
-            across.any()
-        )
-        text = (
-            f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
-            + f" ({', '.join(details)})" * bool(details)
-        )
+        details = [f"at most {most}"] if mean != most else []
+        details += [f"{over} to other nodes"] if across.any() else []
+        text = f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
+        text += f" ({', '.join(details)})" if details else ""
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         if when == "step" and found.exposed_ms is not None:

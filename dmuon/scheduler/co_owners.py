@@ -2,14 +2,11 @@
 
 Where owners outnumber matrices the costliest matrix is the floor of every plan, unless k ranks
 share it, a slice of its longer dim each. That adds work (each runs the iteration of short side x
-short side, and sums travel), so k is as small as a makespan T allows. For a given T, the costliest
-shape first (`CoOwners.fit`)::
-
-    k in order of work   ─▶  as many matrices on each block of k ranks as T leaves room for, the
-                             fullest blocks first; what is left is tried with the next k
-
-The least T that is found counts; what has one owner is then planned anew, with the blocks' work as
-fixed loads. The same numbers give a lower bound for all ways to share (`CoOwners.bound`).
+short side, and sums travel), so k is as small as a makespan T allows: for a given T, the costliest
+shape first and k in order of work, as many matrices go to each block of k ranks as T leaves room
+for, the fullest blocks first, and what is left is tried with the next k (`CoOwners.fit`). The least
+T that is found counts; what has one owner is then planned anew, with the blocks' work as fixed
+loads. The same numbers give a lower bound for all ways to share (`CoOwners.bound`).
 """
 
 from __future__ import annotations

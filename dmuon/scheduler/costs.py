@@ -1,12 +1,5 @@
 """The costs of an owner's work: batched Newton-Schulz time per shape, dtype and device.
 
-::
-
-    measured, given ──▶ CostTable ──▶ batch_ms, origin, kernel     (planning)
-                          │    ▲
-                          ▼    │      between and beyond its entries: interpolation, `analytic_ms`
-                     a file, the cache on disk
-
 `docs/costs.md` explains where the numbers come from and how far to trust them.
 """
 
@@ -141,32 +134,31 @@ class Link:
 # TFLOP/s by the data sheet, the part of these that large products reach, HBM in TB/s, GB/s one way
 # to devices of the node, Gbit/s of the usual network card for each, `half_batch_dim`. A part of
 # 0.75 is assumed. `docs/costs.md` has the sources and how far the model is off.
-_GPUS: Mapping[str, tuple[str, float, float, float, float, float, float]] = MappingProxyType(
-    {
-        "a100-40gb": ("a100-sxm4-40gb", 312, 0.683, 1.555, 300, 200, 1024),
-        "a100-pcie": ("a[18]00.*pcie.*", 312, 0.683, 1.94, 32, 200, 1024),
-        "a100": ("a100", 312, 0.683, 2.039, 300, 200, 1024),
-        "a800": ("a800", 312, 0.683, 2.039, 200, 200, 1024),
-        "h100-pcie": ("h[18]00.*(pcie|hbm2e)", 756, 0.75, 2.0, 64, 400, 768),
-        "h100-nvl": ("h100.*nvl", 835, 0.75, 3.9, 300, 400, 768),
-        "h100": ("h100", 989, 0.774, 3.35, 450, 400, 768),
-        "h800": ("h800", 989, 0.491, 3.35, 200, 400, 512),
-        "h20": ("h20", 148, 0.932, 4.0, 450, 400, 768),
-        "h200-nvl": ("h200.*nvl", 835, 0.75, 4.8, 450, 400, 768),
-        "h200": ("h200", 989, 0.8, 4.8, 450, 400, 768),
-        "b200": ("b200", 2250, 0.7, 7.7, 900, 400, 1024),
-        "gb200": ("gb200", 2250, 0.7, 7.7, 900, 400, 1024),
-        "b300": ("b300", 2250, 0.7, 7.7, 900, 800, 1024),
-        "gb300": ("gb300", 2500, 0.7, 8.0, 900, 800, 1024),
-        "mi250": ("mi250x?", 181, 0.53, 1.6, 50, 100, 768),
-        "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
-        "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
-    }
-)
+_Row = tuple[str, float, float, float, float, float, float]
+_GPUS: Mapping[str, _Row] = {
+    "a100-40gb": ("a100-sxm4-40gb", 312, 0.683, 1.555, 300, 200, 1024),
+    "a100-pcie": ("a[18]00.*pcie.*", 312, 0.683, 1.94, 32, 200, 1024),
+    "a100": ("a100", 312, 0.683, 2.039, 300, 200, 1024),
+    "a800": ("a800", 312, 0.683, 2.039, 200, 200, 1024),
+    "h100-pcie": ("h[18]00.*(pcie|hbm2e)", 756, 0.75, 2.0, 64, 400, 768),
+    "h100-nvl": ("h100.*nvl", 835, 0.75, 3.9, 300, 400, 768),
+    "h100": ("h100", 989, 0.774, 3.35, 450, 400, 768),
+    "h800": ("h800", 989, 0.491, 3.35, 200, 400, 512),
+    "h20": ("h20", 148, 0.932, 4.0, 450, 400, 768),
+    "h200-nvl": ("h200.*nvl", 835, 0.75, 4.8, 450, 400, 768),
+    "h200": ("h200", 989, 0.8, 4.8, 450, 400, 768),
+    "b200": ("b200", 2250, 0.7, 7.7, 900, 400, 1024),
+    "gb200": ("gb200", 2250, 0.7, 7.7, 900, 400, 1024),
+    "b300": ("b300", 2250, 0.7, 7.7, 900, 800, 1024),
+    "gb300": ("gb300", 2500, 0.7, 8.0, 900, 800, 1024),
+    "mi250": ("mi250x?", 181, 0.53, 1.6, 50, 100, 768),
+    "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
+    "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
+}
 _HBM_SHARE, _LINK_SHARE, _NIC_SHARE = 0.9, 0.8, 0.9  # of the data sheet's rates that are reached
 
 
-def _gpu(row: tuple[str, float, float, float, float, float, float]) -> AnalyticDevice:
+def _gpu(row: _Row) -> AnalyticDevice:
     name, peak, reached, hbm, link, nic, half = row
     rates = 1e12 * peak * reached, 1e12 * hbm * _HBM_SHARE
     links = 1e9 * link * _LINK_SHARE, 1e9 / 8 * nic * _NIC_SHARE
@@ -205,10 +197,7 @@ def analytic_class(device_type: str, device_name: str = "") -> str:
 
 def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
     """Its row or, where measured times scale the model, any: that of an H100."""
-    try:
-        return ANALYTIC_DEVICES[analytic_class(device_type, device_name)]
-    except PlanError:
-        return ANALYTIC_DEVICES["h100"]
+    return device_of(device_name, device_type, 1) or ANALYTIC_DEVICES["h100"]
 
 
 def nic_bandwidth(text: str, ranks_per_node: int) -> float:
@@ -225,8 +214,8 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
 
 
 def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:
-    """The device class that a `CostTable.source` tells, with the network card that it names; None
-    where it tells none."""
+    """The device class that a `CostTable.source` or a driver tells, with the network card that it
+    names; None where it tells none."""
     told, _, nic = source.partition(", nic ")
     kind, _, name = told.partition(":")
     try:

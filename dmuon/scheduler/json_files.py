@@ -2,9 +2,7 @@
 
 `parse` bounds what a text may cost (its size, nesting and numbers) before objects are made of it.
 `decode` makes objects of the type that a hint names; a PlanError names the field by its path, what
-was found and what was expected::
-
-    text  ──parse──▶  dicts and lists  ──decode──▶  a plan with its specs, batches, prices
+was found and what was expected.
 """
 
 from __future__ import annotations

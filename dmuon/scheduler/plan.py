@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec, ShapeKey
 from dmuon.scheduler.topology import Topology
-from dmuon.types import KernelChoice, Layout, PlanError
+from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 FORMAT_VERSION = 11
 _BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
@@ -438,23 +438,20 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Units are in order of registration, in which the next forward pass needs
-    the results, but those with the most co-owners come first, so that no rank waits while others
-    work alone. ``one_by_one``: a matrix and a transposed one are cut, too, so that each is computed
-    as it is, whatever its batch.
+    their number. Units are in order of registration, in which the next forward pass needs them, but
+    those with the most co-owners come first, so that no rank waits while others work alone.
+    ``one_by_one``: matrices and transposed ones are cut, too, so that each is computed as it is.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))
 
 
 def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: bool) -> list[Unit]:
-    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for i in batch.matrices:
-        rows, cols = plan.specs.matrices[i].shape
-        alike[groups[i], one_by_one and rows > cols].append(i)
-    units = []
+    matrices, units = plan.specs.matrices, []
+    tall = {i: one_by_one and matrices[i].rows > matrices[i].cols for i in batch.matrices}
+    alike = grouped(((groups[i], tall[i]), i) for i in batch.matrices)
     for (group, _), members in alike.items():
-        shapes = [plan.specs.matrices[i].shape for i in members]
+        shapes = [matrices[i].shape for i in members]
         is_mixed = len(set(shapes)) > 1
         rows, cols = sorted(shapes[0]) if is_mixed else shapes[0]
         transposed = tuple(shape != (rows, cols) for shape in shapes) if is_mixed else ()

@@ -2,12 +2,7 @@
 
 A parameter of any number of dims is cut into boxes, one per rank; ranks that replicate hold equal
 boxes. A matrix is a box of its parameter too, so the part of it that a rank holds is the
-intersection of two boxes. Example: ``[8, 6]`` under tensor parallelism (columns, 2 ranks) and FSDP
-(rows, 2)::
-
-             columns 0-2   columns 3-5
-    rows 0-3   rank 0        rank 1
-    rows 4-7   rank 2        rank 3
+intersection of two boxes.
 
 One parameter may exist several times: a weight that tensor parallelism leaves alone is sharded
 over the data-parallel ranks of every tensor-parallel coordinate by itself. Such *copies* are
@@ -319,12 +314,12 @@ def evenly_sharded(
         return LocalShard(every, along, Box(tuple(offset), tuple(size)))
 
     order = sorted(range(len(cuts)), key=cuts.__getitem__)  # axes that replicate first
-    ranks = np.arange(world).reshape(topology.shape).transpose(order).reshape(-1, count)
+    ranks = np.arange(world).reshape(topology.shape).transpose(order)
     kinds = [(p.shape, i in stacks) for i, p in enumerate(specs.parameters)]
     reports = []
-    for rank in every:
-        ((replica,), (index,)) = np.nonzero(ranks == rank)
-        made = {kind: shard(*kind, int(index), int(replica)) for kind in {*kinds}}
+    for rank, place in enumerate(ranks.argsort(axis=None).tolist()):
+        replica, index = divmod(place, count)
+        made = {kind: shard(*kind, index, replica) for kind in {*kinds}}
         reports.append(RankShards(rank, tuple(made[kind] for kind in kinds)))
     copies, holders = ((every,),) * len(specs.parameters), (every,) * len(specs.matrices)
     return ShardMap(specs, tuple(reports), copies, holders)

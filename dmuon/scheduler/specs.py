@@ -297,9 +297,7 @@ class OwnerLimits:
 
     ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
     anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
-    the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
-    that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
-    measures.
+    the parameters, that of what the rank holds; not AdamW's time, which is the same on all ranks.
     ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
     the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
     where momentum lies with the owners, and none elsewhere.
@@ -319,11 +317,13 @@ class OwnerLimits:
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
-        for name in ("fixed_ms", "fixed_bytes"):
+        lengths = dict.fromkeys(("fixed_ms", "fixed_bytes"), (world, "ranks"))
+        lengths |= dict.fromkeys(("domain_of", "matrix_bytes"), (matrices, "matrices"))
+        for name, (count, what) in lengths.items():
             values = getattr(self, name)
-            if values and len(values) != world:
-                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
-            wrong = [v for v in values if not 0 <= v <= _MOST_FIXED]
+            if values and len(values) != count:
+                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {count} {what}")
+            wrong = [v for v in values if what == "ranks" and not 0 <= v <= _MOST_FIXED]
             if wrong:
                 raise PlanError(
                     f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
@@ -339,12 +339,6 @@ class OwnerLimits:
                 )
         if bool(self.domains) != bool(self.domain_of):
             raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
-        for name in ("domain_of", "matrix_bytes"):
-            values = getattr(self, name)
-            if values and len(values) != matrices:
-                raise PlanError(
-                    f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
-                )
         if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
             raise PlanError("OwnerLimits.domain_of names a domain that OwnerLimits.domains has not")
 

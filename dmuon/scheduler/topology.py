@@ -14,18 +14,8 @@ the network). The owner order therefore goes through the grid diagonally. N=4, G
 Positions 0 to 7 lie in 8 columns and 4 nodes; row by row they would all lie on node 0.
 
 Once it is decided how many of each shape every owner takes, matrices of one shape are still alike,
-and so are many owners. `place` gives different owners to matrices that travel at the same time::
-
-    counts       how many of each shape every owner takes          (from the solver)
-    share out    alike owners exchange their counts: equal ones lie together in the owner order
-    hand out     matrices in launch order: in the owner order, or each to an owner whose turn it is
-    separate     two matrices of a shape change places where a layer has an owner twice
-    choice       the better of the two, by repeated owners in layers, then by `contention`
-
-A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`), so owners
-that take the same fill one stretch. Handing out, an owner is its position in the owner order, a
-shape's owners take turns, and among the next few the one that meets the fewest matrices on their
-way takes the matrix.
+and so are many owners. `place` gives different owners to matrices that travel at the same time, in
+the steps that docs/placement.md explains. In these an owner is its position in the owner order.
 """
 
 from __future__ import annotations
@@ -164,14 +154,8 @@ class Topology:
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     """Every ``(node, column)`` of a grid once, in owner order.
 
-    With N nodes and G columns, both powers of two and ``G >= N``, position w is in XOR order, for
-    which see above; all other grids use a rotation::
-
-        column = w mod G        node = (w + floor(w/L)) mod N        L = lcm(N, G)
-
-    Of any m consecutive positions, also from the last on to the first, at most ``ceil(m/G)`` share
-    a column and at most ``ceil(m/N) + 1`` a node (row by row: ``min(m, G)``); docs/placement.md
-    says why.
+    With N nodes and G columns, both powers of two and ``G >= N``, in XOR order, for which see
+    above; all other grids use a rotation. docs/placement.md says what both promise, and why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
@@ -215,15 +199,10 @@ def place(
 ) -> list[int]:
     """The owner of each matrix, given how many of each shape every owner takes.
 
-    It does not depend on how ``counts`` are arranged inside a group of ``interchangeable`` ranks.
-
-    Args:
-        shapes: the shape of each matrix, matrices in the order in which they are launched.
-        layers: the layer of each matrix, "" for none. That a layer's matrices have different
-            owners is a goal, met best where they follow each other, not a promise.
-        counts: for each rank, shape -> how many of that shape it takes.
-        interchangeable: groups of ranks that may exchange their counts.
-        topology: where the ranks are; owners evade nodes and columns of the matrices before.
+    ``shapes`` and ``layers`` ("" for none) are those of each matrix, in launch order; that a
+    layer's matrices have different owners is a goal, met best where they follow each other, not a
+    promise. ``counts``: for each rank, shape -> how many of it. They may be arranged in any way
+    inside a group of ``interchangeable`` ranks, which exchange them.
     """
     order = topology.owner_order()
     patterns = _share_out(counts, interchangeable, order)

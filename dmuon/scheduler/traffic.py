@@ -1,14 +1,7 @@
 """What ranks send in a training step because of Muon: bytes, milliseconds, and what of it shows.
 
-Whoever sends what follows from the plan, the layout, and where the ranks sit::
-
-    sharded    gather, scatter         each piece to its owner and back, hidden behind Newton-Schulz
-               replicate               HSDP: updates to the other replicas, as well
-    replicated updates                 owners broadcast, hidden behind Newton-Schulz
-    reduce_to_owner                    the same, and gradients to their owners in backward
-    dedicated  weights, gradients      in forward and backward; with replicas also between these
-
-Of the step's own traffic the first gather and the last scatter show, and what takes longer than the
+Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. Of the
+step's own traffic the first gather and the last scatter show, and what takes longer than the
 Newton-Schulz that hides it. What travels in forward and backward is hidden behind the model, which
 is not known here. AdamW adds nothing to what a framework sends anyway; exchanges among co-owners
 are in the prices.
@@ -64,9 +57,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``flows`` of a plan over the links of ``device`` (None: unknown, so nothing takes time).
-    ``first`` is the part of the step's traffic that comes before, or after, all that can hide
-    it."""
+    """``flows`` of a plan over the links of ``device`` (None: unknown, and so are the times).
+    ``first`` is the part of the step's traffic that comes before, or after, all that hides it."""
 
     plan: OwnershipPlan
     flows: tuple[Flow, ...]
@@ -76,17 +68,14 @@ class Traffic:
     @property
     def ms(self) -> float | None:
         """What the step sends takes so long: the slowest rank."""
-        if self.device is None:
-            return None
-        return sum(f.ms(self.device) for f in self.flows if f.when == "step")
+        of_step = (flow for flow in self.flows if flow.when == "step")
+        return None if self.device is None else sum(flow.ms(self.device) for flow in of_step)
 
     @property
     def exposed_ms(self) -> float | None:
         """What of it Newton-Schulz does not hide."""
-        if self.ms is None:
-            return None
-        shown = self.first * self.ms
-        return min(self.ms, shown + max(0.0, self.ms - shown - self.plan.makespan_ms))
+        ms = self.ms
+        return None if ms is None else max(self.first * ms, ms - self.plan.makespan_ms)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON."""
@@ -96,21 +85,18 @@ class Traffic:
         return {"ms": ms, "hidden_ms": hidden, "exposed_ms": exposed, "flows": flows}
 
 
-def traffic(plan: OwnershipPlan, item: int | None = None) -> Traffic:
-    """What a plan's ranks send, a pure function of it; ``item``: bytes of an element in the
-    Newton-Schulz dtype (None: of the plan's kernels, else 2)."""
-    if item is None:
-        kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
-        item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
+def traffic(plan: OwnershipPlan) -> Traffic:
+    """What a plan's ranks send, a pure function of it, in the Newton-Schulz dtype of its kernels
+    (where it names none, of two bytes)."""
+    kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
+    item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
     topology = plan.topology
     device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
-    counts: Counter[int] = Counter()
+    counts = Counter(rank for batch in plan.batches for rank in batch.ranks)
     owned: Counter[int] = Counter()
     for batch in plan.batches:
-        for rank in batch.ranks:
-            counts[rank] += 1
-            numel = sum(plan.specs.matrices[i].numel for i in batch.matrices)
-            owned[rank] += item * numel // len(batch.ranks)
+        nbytes = item * sum(plan.specs.matrices[i].numel for i in batch.matrices)
+        owned.update(dict.fromkeys(batch.ranks, nbytes // len(batch.ranks)))
     is_sharded = plan.layout is Layout.SHARDED
     size = ShardedOptions().bucket_bytes if is_sharded else ReplicatedOptions().publish_bucket_bytes
     largest, most = max(owned.values(), default=0), max(counts.values(), default=1)
@@ -127,19 +113,15 @@ class _Mesh:
         self.plan, topology = plan, plan.topology
         self.world = topology.world
         self.node = np.array([topology.node(rank) for rank in range(self.world)])
-        every, axes = range(len(topology.shape)), [*range(0)]
-        if plan.layout is Layout.SHARDED:
-            axes = [i for i in every if "replic" in topology.axes[i].lower()]
-        elif plan.layout is Layout.DEDICATED:
-            axes = [*every[:-1]]
+        every = range(len(topology.shape))
+        named = [i for i in every if "replic" in topology.axes[i].lower()]
+        axes = {Layout.SHARDED: named, Layout.DEDICATED: [*every[:-1]]}.get(plan.layout, [])
         others = [i for i in every if i not in axes]
         self.replicas = math.prod(topology.shape[i] for i in axes)
-        # The rank at each place of each replica.
+        # The rank at each place of each replica, and where each rank is.
         ranks = np.arange(self.world).reshape(topology.shape).transpose(*axes, *others)
         self.ranks = ranks.reshape(self.replicas, -1)
-        self.replica, self.place = np.empty((2, self.world), np.int64)
-        for replica, mine in enumerate(self.ranks):
-            self.replica[mine], self.place[mine] = replica, np.arange(len(mine))
+        self.replica, self.place = np.divmod(self.ranks.argsort(axis=None), self.ranks.shape[1])
 
     def near(self, values: Floats) -> Floats:
         """For each rank the sum over its node."""
@@ -166,8 +148,8 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
             for j, owner in enumerate(batch.ranks):
                 key = shape, box, long, j, len(batch.ranks), domain, mesh.replica[batch.owner]
                 owned[key][owner] += item
-    zeros = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
-    handed, scattered, first, links = *np.zeros((3, mesh.world)), zeros
+    links = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
+    first = np.zeros(mesh.world)
     for (shape, box, long, j, count, domain, replica), owners in owned.items():
         members = np.array(domains[domain] if domain >= 0 else range(mesh.world))
         if len(members) == 1:
@@ -175,13 +157,12 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
         among = members[mesh.replica[members] == replica]
         pieces = np.zeros(mesh.world)
         pieces[among] = _pieces(shape, box, long, j, count, len(among), mesh)
-        sent, come = pieces * (owners.sum() - owners), owners * (pieces.sum() - pieces)
+        moved = np.array([pieces * (owners.sum() - owners), owners * (pieces.sum() - pieces)])
         inside = pieces * (mesh.near(owners) - owners), owners * (mesh.near(pieces) - pieces)
-        links += np.array([inside, np.array((sent, come)) - inside])
-        handed, scattered = handed + sent, scattered + come
+        links += np.array([inside, moved - inside])
         first += pieces * owners.sum()
-    yield Flow("gather", "step", handed, *links)
-    yield Flow("scatter", "step", scattered, *links[:, ::-1])
+    yield Flow("gather", "step", links[:, 0].sum(0), *links)
+    yield Flow("scatter", "step", links[:, 1].sum(0), *links[:, ::-1])
     links = np.zeros_like(links)
     for step in range(1, mesh.replicas):
         partner = mesh.ranks[(mesh.replica + step) % mesh.replicas, mesh.place]
@@ -210,8 +191,8 @@ def _pieces(
 
 
 def _broadcast(mesh: _Mesh, item: int) -> Iterator[Flow]:
-    total = item * sum(matrix.numel for matrix in mesh.plan.specs.matrices)
-    yield mesh.ring("updates", "step", np.full(mesh.world, float(total)), mesh.world)
+    total = float(item * sum(matrix.numel for matrix in mesh.plan.specs.matrices))
+    yield mesh.ring("updates", "step", np.full(mesh.world, total), mesh.world)
 
 
 def _weight_bytes(mesh: _Mesh) -> Floats:

@@ -22,6 +22,7 @@ from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.config import Schedule, is_exchange_step
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
 from dmuon.dtensors import (
     copy_state,
@@ -33,7 +34,6 @@ from dmuon.dtensors import (
 )
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
-from dmuon.period import Schedule, is_exchange_step
 from dmuon.rule import (
     MASTER,
     Hyper,

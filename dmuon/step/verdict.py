@@ -29,9 +29,9 @@ from torch import Tensor
 
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.process_groups import different, refused
+from dmuon.config import Schedule, is_exchange_step
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
-from dmuon.period import Schedule, is_exchange_step
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError

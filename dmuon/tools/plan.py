@@ -26,7 +26,7 @@ from dmuon.types import Layout, PlanError
 
 if TYPE_CHECKING:  # a function that plans imports what it needs: --help does without torch
     from dmuon.report.data import LoadBalanceReport
-    from dmuon.scheduler.plan import OwnershipPlan
+    from dmuon.scheduler.plan import OwnershipPlan, Unit
     from dmuon.scheduler.shards import ShardMap
 
 COMPARED = ("round_robin", "greedy", "milp")
@@ -216,11 +216,12 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
     state = owned if layout.keeps_state_at_owners else muon
     kept = {"buffers": 0, "Newton-Schulz": 0}
+    units = units_of(plan, [0] * len(specs.matrices))
     if not layout.keeps_state_at_owners:
-        kept["buffers"] = _pipeline_bytes(plan, shards, rank)
+        kept["buffers"] = _pipeline_bytes(units, shards, rank, plan.topology.device_type == "cpu")
     elif layout is Layout.REDUCED:  # updates of all matrices
         kept["buffers"] = 2 * sum(m.numel for m in specs.matrices)
-    for unit in units_of(plan, [0] * len(specs.matrices)):
+    for unit in units:
         if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
             b, m, n = unit.shape
             more = m * n * (1 + shards.is_local(unit.matrices[0]))
@@ -232,7 +233,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     }  # fmt: skip
 
 
-def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
+def _pipeline_bytes(units: Sequence[Unit], shards: ShardMap, rank: int, is_cpu: bool) -> int:
     """The buffers of `Pipeline` on one rank, which is made on the meta device; on a CPU, all of the
     rank's operands too, which stay there."""
     import torch
@@ -240,22 +241,17 @@ def _pipeline_bytes(plan: OwnershipPlan, shards: ShardMap, rank: int) -> int:
     from dmuon.comm.pipeline import Pipeline
     from dmuon.comm.transport import Meter, Transport
     from dmuon.config import ShardedOptions
-    from dmuon.scheduler.plan import units_of
 
-    units = units_of(plan, [0] * len(plan.specs.matrices))
     local = [shards.is_local(unit.matrices[0]) for unit in units]
     transport, like = Transport(), torch.empty(0, dtype=torch.bfloat16, device="meta")
     transport.rank, transport.world = rank, shards.world
-    operands: list[int] = []
+    mine = zip(units, local) if is_cpu else ()
+    operands = [unit.numel for unit, alone in mine if alone and unit.owner == rank]
 
     def memory(numel: int) -> torch.Tensor:
         operands.append(numel)
         return like.new_empty(numel)
 
-    is_cpu = plan.topology.device_type == "cpu"
-    if is_cpu:
-        mine = zip(units, local, strict=True)
-        operands += [unit.numel for unit, alone in mine if alone and unit.owner == rank]
     travelling = [u for u, alone in enumerate(local) if not alone]
     how = transport, Meter(), ShardedOptions(), like
     made = Pipeline(shards, units, travelling, *how, memory=memory if is_cpu else None)

@@ -35,8 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
+from dmuon.config import Schedule
 from dmuon.dtensors import local_tensor, whole_tensor
-from dmuon.period import Schedule
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology

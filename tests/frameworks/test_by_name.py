@@ -55,7 +55,7 @@ def verl(model: nn.Module) -> Any:
 def nemo_automodel(model: nn.Module) -> Any:
     """``foreach=False`` under tensor parallelism where the class takes any keyword; a class called
     ``Muon`` would be taken for that of the package dion."""
-    own = found("dmuon.integrations.nemo_automodel.DMuon")
+    own = found("dmuon.integrations.DMuon")
     assert own.__name__ not in ("Muon", "NorMuon", "Dion", "Dion2")
     kinds = {p.kind for p in inspect.signature(own).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD in kinds

@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "kernels": {"types", "config", "devices", "tensors"},
     "rule": {"types", "config", "devices", "tensors", "kernels"},
     "step": {
-        "types", "config", "devices", "tensors", "dtensors", "scheduler", "period",
+        "types", "config", "devices", "tensors", "dtensors", "scheduler",
         "kernels", "rule", "comm",
     },
     "dtensors": {"types", "config", "devices", "scheduler"},

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmuon.period import LinearPeriod, Schedule
+from dmuon.config import LinearPeriod, Schedule
 
 periods = st.integers(1, 40)
 lengths = st.integers(0, 60)

@@ -13,7 +13,7 @@ from torch import nn
 import dmuon
 from dmuon import dedicate_params
 from dmuon.comm.transport import Meter, Transport
-from dmuon.period import is_exchange_step
+from dmuon.config import is_exchange_step
 from dmuon.scheduler.costs import CostTable
 from dmuon.step.engine import StepTelemetry
 

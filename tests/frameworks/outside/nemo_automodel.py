@@ -29,7 +29,7 @@ from tests.frameworks.outside import cells
 
 CONFIG = """
 optimizer:
-  _target_: dmuon.integrations.nemo_automodel.DMuon
+  _target_: dmuon.integrations.DMuon
   lr: 0.01
   weight_decay: 0.1
   ns_dtype: float32
