@@ -698,13 +698,14 @@ class Muon(Optimizer):
         metrics["skipped"] = max(record.numbers.read()[-1] for record in records)
         metrics["below_eps"] = float(sum(record.below_eps for record in records))
         squares = [record.square for record in records if record.square is not None]
-        if len(squares) == len(records):
-            metrics["grad_norm"] = math.sqrt(math.fsum(squares))
-        if planned > 0 and all(record.full for record in records):
+        if len(squares) == len(records) and math.isfinite(square := math.fsum(squares)):
+            metrics["grad_norm"] = math.sqrt(square)
+        if planned > 0 and times["ns_ms"] > 0 and all(record.full for record in records):
             metrics["planned_ratio"] = metrics["ns_ms"] / planned
         names = [str(group.get("name", n)) for n, group in enumerate(self.param_groups)]
+        are_clear = len({*names}) == len(names)
         for group, values in sorted(in_groups.items()):
-            name = names[group] if names.count(names[group]) == 1 else str(group)
+            name = names[group] if are_clear else str(group)
             metrics[f"update_rms/{name}/mean"] = math.fsum(values) / len(values)
             metrics[f"update_rms/{name}/max"] = max(values)
         return metrics

@@ -206,10 +206,14 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
     >>> nic_bandwidth("400Gb/gpu", 8), nic_bandwidth("3.2Tb/node", 8)
     (45000000000.0, 45000000000.0)
     """
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([GT])b/(gpu|node)", text.strip(), re.I)
+    match = re.fullmatch(
+        r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))", text.strip()
+    )
     if match is None or not float(match[1]):
-        raise PlanError(f"{text!r} is no network card: give its rate as 400Gb/gpu or 400Gb/node")
-    bits = float(match[1]) * (1e9 if match[2].upper() == "G" else 1e12)
+        raise PlanError(
+            f"{text!r} is no network card: give its rate in bits, as 400Gb/gpu or 400Gb/node"
+        )
+    bits = float(match[1]) * (1e9 if match[2] in "Gg" else 1e12)
     return bits / 8 * _NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
 
 
@@ -343,6 +347,7 @@ class CostTable:
     @classmethod
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
         """The model of a device class (see `ANALYTIC_DEVICES`)."""
+        device = device.lower()
         if device not in ANALYTIC_DEVICES:
             raise PlanError(f"costs='analytic:{device}': unknown device class; known: {_KNOWN}")
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")

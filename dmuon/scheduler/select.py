@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, cast
@@ -621,7 +622,9 @@ def _check_selected(
     for setting, patterns in settings.items():
         for pattern in patterns:
             if pattern not in used:
+                names = [p.name for p in parameters if p.algorithm is Algorithm.MUON]
+                close = get_close_matches(pattern, names, 3, 0.0)
                 raise SelectionError(
-                    f"{setting}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
-                    + ", ".join(p.name for p in parameters if p.algorithm is Algorithm.MUON)
+                    f"{setting}[{pattern!r}] matches none of {len(names)} matrix parameters, such "
+                    f"as {', '.join(close)}"
                 )

@@ -19,11 +19,8 @@ from functools import cached_property
 import numpy as np
 
 from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
-from dmuon.scheduler.topology import Topology
+from dmuon.scheduler.topology import Topology, holds_replicas
 from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
-
-REPLICATE = "replicate"
-"""The mesh axis along which a planned model is replicated, by its name."""
 
 # ---- who holds what ----------------------------------------------------------------------
 
@@ -280,7 +277,7 @@ def evenly_sharded(
     specs: ModelSpecs, topology: Topology, ep: int = 1, *, whole: bool = False
 ) -> ShardMap:
     """What each rank holds of a model that nobody has built yet: FSDP2 cuts the rows of every
-    parameter into equal chunks, over all axes but those called "replicate". ``whole``: over none.
+    parameter into equal chunks, over all axes but those of replicas. ``whole``: over none.
 
     With ``ep`` each stack is first cut into so many equal parts, one for each of the ``ep``
     innermost ranks. What such a part has is cut by its rows where all ranks are more than there are
@@ -293,12 +290,13 @@ def evenly_sharded(
     every = tuple(range(world))
     stacks = {m.parameter for m in specs.matrices if m.form.is_stack and ep > 1}
     items = {specs.parameters[i].shape[0] for i in stacks}
-    cuts = [axis != REPLICATE and not whole for axis in topology.axes]
+    cuts = [not whole and not holds_replicas(axis) for axis in topology.axes]
     count = math.prod(size for size, is_cut in zip(topology.shape, cuts) if is_cut)
     if ep > 1 and (not items or count % ep or any(n % ep for n in items)):
+        found = f"stacks of {sorted(items)} items" if items else "no stack"
         raise PlanError(
             f"expert parallelism over {ep} ranks needs stacks of experts and ranks that it "
-            f"divides: found stacks of {sorted(items) or 'no'} items on {count} ranks that shard"
+            f"divides: found {found} on {count} ranks that shard"
         )
 
     def shard(shape: tuple[int, ...], is_stack: bool, index: int, replica: int) -> LocalShard:

@@ -151,6 +151,15 @@ class Topology:
         return tuple(rows[node][column] for node, column in grid if column < len(rows[node]))
 
 
+def holds_replicas(axis: str) -> bool:
+    """Whether HSDP replicates along a mesh axis, by its name.
+
+    >>> [holds_replicas(axis) for axis in ("replicate", "dp_replicate", "dp_shard")]
+    [True, True, False]
+    """
+    return "replic" in axis.lower()
+
+
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     """Every ``(node, column)`` of a grid once, in owner order.
 

@@ -6,8 +6,8 @@ Newton-Schulz that hides it. What travels in forward and backward is hidden behi
 is not known here. AdamW adds nothing to what a framework sends anyway; exchanges among co-owners
 are in the prices.
 
-FSDP2 is taken to cut dim 0 (of short stacks, dim 1); a mesh axis whose name contains "replic" holds
-replicas (in `dedicated`, all axes but the last).
+FSDP2 is taken to cut dim 0 (of short stacks, dim 1). `holds_replicas` names the axes of replicas;
+in `dedicated` they are all but the last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.scheduler.costs import AnalyticDevice, device_of
 from dmuon.scheduler.plan import OwnershipPlan, bucket_count
 from dmuon.scheduler.specs import ITEM_SIZE, Box
+from dmuon.scheduler.topology import holds_replicas
 from dmuon.types import KernelChoice, Layout
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -114,7 +115,7 @@ class _Mesh:
         self.world = topology.world
         self.node = np.array([topology.node(rank) for rank in range(self.world)])
         every = range(len(topology.shape))
-        named = [i for i in every if "replic" in topology.axes[i].lower()]
+        named = [i for i in every if holds_replicas(topology.axes[i])]
         axes = {Layout.SHARDED: named, Layout.DEDICATED: [*every[:-1]]}.get(plan.layout, [])
         others = [i for i in every if i not in axes]
         self.replicas = math.prod(topology.shape[i] for i in axes)

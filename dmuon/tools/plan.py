@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # a function that plans imports what it needs: --help does wi
 COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
+_KINDS = 16  # ranks that are looked at for the most memory
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
 
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
-    axes = "names of the mesh's axes (default: node,gpu); one called replicate is HSDP's"
+    axes = "names of the mesh's axes (default: node,gpu); dp_replicate holds HSDP's replicas"
     add("--axes", metavar="A,B", help=axes)
     add("--layout", choices=LAYOUTS, default="sharded", help="as trained (default: %(default)s)")
     experts = "ranks of expert parallelism: the innermost ones, over which stacks are cut first"
@@ -204,17 +206,23 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     from dmuon.scheduler.plan import units_of
     from dmuon.scheduler.specs import ITEM_SIZE
 
-    specs, layout, world = plan.specs, plan.layout, plan.topology.world
+    specs, layout = plan.specs, plan.layout
     item = [ITEM_SIZE.get(p.dtype, 4) for p in specs.parameters]
     held = [shard.box.numel * size for shard, size in zip(shards.reports[rank].shards, item)]
     muon, adamw = (sum(held[i] for i in some()) for some in (
         specs.muon_parameters, specs.adamw_parameters))  # fmt: skip
-    mine = [m for m, owner in zip(specs.matrices, plan.owners, strict=True) if owner == rank]
-    owned = sum(m.numel * item[m.parameter] for m in mine)
-    adamw //= world if layout is Layout.DEDICATED else 1
-    weights = adamw + (owned if layout is Layout.DEDICATED else muon)
+    # In `dedicated` a rank holds the weights of the owners at its place in all replicas, too.
+    places = plan.topology.shape[-1] if layout is Layout.DEDICATED else plan.topology.world
+    owned = stored = 0
+    for matrix, owner in zip(specs.matrices, plan.owners, strict=True):
+        nbytes = matrix.numel * item[matrix.parameter]
+        owned += nbytes * (owner == rank)
+        stored += nbytes * (owner % places == rank % places)
+    adamw //= places if layout is Layout.DEDICATED else 1
+    weights = adamw + (stored if layout is Layout.DEDICATED else muon)
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
     state = owned if layout.keeps_state_at_owners else muon
+    gradients = stored if layout is Layout.DEDICATED else state
     kept = {"buffers": 0, "Newton-Schulz": 0}
     units = units_of(plan, [0] * len(specs.matrices))
     if not layout.keeps_state_at_owners:
@@ -228,7 +236,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
             numel = b * (more + 4 * min(m, n) ** 2)
             kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {
-        "weights": weights + frozen, "gradients": adamw + state, "momentum": state,
+        "weights": weights + frozen, "gradients": adamw + gradients, "momentum": state,
         "AdamW state": 2 * adamw, **kept,
     }  # fmt: skip
 
@@ -263,8 +271,14 @@ def _plan(args: argparse.Namespace) -> int:
 
     planned, shards = _planner(args)
     plan = planned(args.solver or "auto")
-    fullest = max(range(shards.world), key=lambda rank: (plan.state_bytes[rank], -rank))
-    memory = tuple(memory_of(plan, shards, fullest).items())
+    owned = Counter[int]()
+    for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
+        owned[owner] += matrix.numel
+    # One of each kind of ranks, those with most to keep and to work on.
+    kinds = {(plan.state_bytes[r], owned[r]): r for r in reversed(range(shards.world))}
+    some = [kinds[kind] for kind in sorted(kinds, reverse=True)[:_KINDS]]
+    kept = [memory_of(plan, shards, rank) for rank in some]
+    memory = tuple(max(kept, key=lambda found: sum(found.values())).items())
     source = PRESETS.get(args.model.lower(), {}).get("source", "")
     report = LoadBalanceReport(plan, model=args.model, source=source, memory=memory)
     show(lambda: str(report), report.to_dict, args.json)

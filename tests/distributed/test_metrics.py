@@ -117,7 +117,7 @@ def test_a_skipped_step_says_so(rank, world, layout):
             pair.step()
             found = pair.opt.metrics()
             assert found["skipped"] == min(step, 1)
-            assert math.isfinite(found["grad_norm"]) is (step != 1)
+            assert ("grad_norm" in found) is (step != 1)
             if step == 1:
                 assert not [name for name in found if name.startswith("update_rms")]
                 assert found["ns_ms"] == 0.0
