@@ -167,7 +167,7 @@ def test_policies(rank: int, world: int, dtype: str) -> None:
     check(whole(page["sharded"], page["optimizer2"].ownership))
     twin.vision.requires_grad_(True)
     speeds.add(list(twin.vision.parameters()), 1e-3)
-    train(range(4, 6), lambda step: [page["factor"](4)] * 2 + [1.0])
+    train(range(4, 6), lambda step: [page["factor"](step)] * 2 + [1.0])
     check(whole(page["bare"], own))
     own.close()
     page["optimizer2"].ownership.close()
@@ -295,6 +295,27 @@ def test_qk_clip(rank: int, world: int, name: str, masters: bool) -> None:
     opt.step()  # masters, if there are any, have followed
     assert_bitwise(whole(bare, own), weights)
     own.close()
+
+
+@distributed(1, 2)
+def test_qk_clip_takes_finite_logits_of_training_alone(rank: int, world: int) -> None:
+    page = recipes()
+    model = page["Model"](width=24, heads=4, kv_heads=4, head_dim=6)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ran, idle = (m for m in model.modules() if isinstance(m, page["Attention"]))
+    loss_of(model.eval(), 0, rank)
+    assert ran.max_logits is None  # of an evaluation
+    loss_of(model.train(), 0, rank)
+    assert ran.max_logits is not None
+    planted = torch.tensor([2.0, torch.inf, torch.nan, 0.5])
+    ran.max_logits, idle.max_logits = planted if rank == world - 1 else None, None
+    found = page["clip_qk_"]([ran, idle], threshold=1.0)
+    assert found[0, :2].tolist() == [2.0, torch.inf] and found[1].tolist() == [-torch.inf] * 4
+    for name, p in model.named_parameters():
+        expected = before[name].clone()
+        if name.startswith("blocks.0.") and ("q_proj" in name or "k_proj" in name):
+            expected[:6] *= 0.5**0.5  # the first head
+        torch.testing.assert_close(p.detach(), expected)
 
 
 def clipping(page: dict[str, Any], name: str) -> Callable[..., Tensor]:

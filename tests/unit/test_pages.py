@@ -274,7 +274,10 @@ def test_loggers_get_the_metrics_of_the_page(alone):
         assert [step for _, step in written["muon/grad_norm"]] == [0, 50], "two of sixty steps"
         assert all(value > 0 for value, _ in written["muon/update_rms/0/max"])
     assert seen["runner"].logged_metrics["muon/steps"] == 2
-    logs = [entry for entry in seen["trainer"].state.log_history if "muon/steps" in entry]
+    history = seen["trainer"].state.log_history
+    own = [entry["step"] for entry in history if {"loss", "learning_rate"} <= entry.keys()]
+    assert own == [1, 2], "Trainer's own logs are still there"
+    logs = [entry for entry in history if "muon/steps" in entry]
     assert [entry["muon/steps"] for entry in logs] == [1.0, 2.0]
     assert all(entry["muon/grad_norm"] > 0 for entry in logs)
     assert json.loads(json.dumps(logs)) == logs
