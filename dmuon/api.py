@@ -204,15 +204,18 @@ def _log(plan: OwnershipPlan, seconds: float) -> None:
     """A line about a plan and, for who debugs, its choices."""
     log, loads = logging.getLogger("dmuon"), plan.loads_ms
     mean = sum(loads) / len(loads)
-    text = "planned in %.2f s: layout %s, %d matrices, %d ranks, makespan %.3g ms, imbalance %.1f%%"
+    text = (
+        "planned in %.2f s: layout %s, matrices: %d, ranks: %d, makespan %.3g ms, imbalance %.1f%%"
+    )
     what = plan.layout.value, len(plan.specs.matrices), len(loads)
     excess = plan.makespan_ms / mean - 1 if mean else 0.0
     log.info(text, seconds, *what, plan.makespan_ms, 100 * excess)
     found = plan.search.engine or plan.solver, plan.status, plan.search.seconds
     log.debug("owners by %s (%s, %.2f s); costs: %s", *found, plan.cost_source)
-    kernels = Counter(batch.kernel or "as the rule says" for batch in plan.batches)
+    kernels = Counter(batch.kernel or "chosen by shape" for batch in plan.batches)
+    told = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
     shared = sum(len(batch.matrices) for batch in plan.batches if batch.co_owners)
-    log.debug("kernels by batches: %s; %d matrices with co-owners", dict(kernels), shared)
+    log.debug("kernels (batches): %s; matrices with co-owners: %d", told, shared)
 
 
 def assemble(

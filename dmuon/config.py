@@ -8,6 +8,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
@@ -161,9 +162,10 @@ def checked(
 
 def _complaint(name: str, rule: Allowed, value: Any, place: str) -> str:
     found = f"{name} must be {rule.expected}, found {value!r}{place}"
-    numbers = "number" in rule.expected or "integer" in rule.expected
-    if isinstance(value, str) and numbers:
-        return f"{found}: a string; convert it (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+    if isinstance(value, str):
+        with suppress(ValueError):
+            float(value)
+            return f"{found}: a string; convert it (YAML reads 1e-3 as text, 1.0e-3 as a number)"
     if isinstance(value, float) and value.is_integer() and "integer" in rule.expected:
         return f"{found}: write {int(value)}"
     return found
@@ -545,7 +547,9 @@ def is_exchange_step(step: int) -> bool:
 _WORDS = {
     "backend_steps": "ns_steps",
     "learning_rate": "lr",
+    "momentum_beta": "momentum",
     "mu": "momentum",
+    "muon_lr": "lr",
     "wd": "weight_decay",
 }
 # The flags of torch's optimizers: which value changes nothing, and what to say of the other.

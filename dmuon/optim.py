@@ -324,7 +324,7 @@ class Muon(Optimizer):
         added = len(run.groups.names) - len(run.accepted.params)
         if name is None and not added:
             return None
-        what = f"opt.add_param_group was called {added} times since owners were planned"
+        what = f"param groups added since owners were planned: {added}"
         if name is not None:
             what = (
                 f"parameter {name!r} was frozen when owners were planned (at dedicate_params, or "
@@ -540,7 +540,8 @@ class Muon(Optimizer):
             engine.check_sample()
         run.bytes = Counter()
         for ownership in run.ownerships:
-            run.bytes.update(ownership.runtime.meter)
+            if ownership.runtime.transport.world > 1:
+                run.bytes.update(ownership.runtime.meter)
             ownership.runtime.meter.clear()
         return loss
 
@@ -983,8 +984,9 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
     if not (others := sorted(found - {dtype_name(dtype)})):
         return None
     return (
-        f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and Newton-Schulz runs "
-        f"in {dtype_name(dtype)}: the rule chooses instead. Leave ns_dtype out to use them"
+        f"dmuon: kernels were measured for {' and '.join(others)} when owners were planned, and "
+        f"Newton-Schulz runs in {dtype_name(dtype)}: others are chosen by shape. To use those, leave "
+        "ns_dtype out; to measure for it, let dmuon.Muon plan (dedicate= has the same arguments)"
     )
 
 

@@ -440,7 +440,7 @@ class Engine(ABC):
     def describe(self) -> str:
         """How this rank's work is cut."""
         owners = [unit.owner for unit in self._runtime.units]
-        return f"{owners.count(self._runtime.transport.rank)} batches are owned here"
+        return f"batches that this rank owns: {owners.count(self._runtime.transport.rank)}"
 
     @abstractmethod
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:

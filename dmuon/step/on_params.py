@@ -587,8 +587,8 @@ class ParamsEngine(Engine):
         return super().stats() | of_step
 
     def describe(self) -> str:
-        travel = f"{len(self._runtime.bound().buckets)} buckets travel"
-        return f"{super().describe()}, {len(self._local)} of them need nobody else; {travel}"
+        travel = f"buckets that travel: {len(self._runtime.bound().buckets)}"
+        return f"{super().describe()}, of which lie here whole: {len(self._local)}; {travel}"
 
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
         self._wait()

@@ -316,7 +316,8 @@ def test_one_rank_logs_what_it_has_planned(rank, world, layout):
     lines = [line for line in kept.lines if line.startswith("INFO")]
     assert len(lines) == (rank == 0) and bool(kept.lines) is (rank == 0)
     if rank == 0:
-        what = f"layout {plan.layout.value}, {len(plan.specs.matrices)} matrices, {world} ranks"
+        count = len(plan.specs.matrices)
+        what = f"layout {plan.layout.value}, matrices: {count}, ranks: {world}"
         assert lines[0].startswith("INFO planned in ") and what in lines[0]
-        assert any("kernels by batches" in line for line in kept.lines)
-        assert any("batches are owned here" in line for line in kept.lines)
+        assert any("kernels (batches)" in line for line in kept.lines)
+        assert any("batches that this rank owns" in line for line in kept.lines)

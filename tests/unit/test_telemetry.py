@@ -181,7 +181,7 @@ def test_one_line_says_that_it_has_planned(caplog):
         trained()
     (line,) = caplog.messages
     assert re.fullmatch(
-        r"planned in \d+\.\d\d s: layout replicated, 2 matrices, 1 ranks, makespan \S+ ms, "
+        r"planned in \d+\.\d\d s: layout replicated, matrices: 2, ranks: 1, makespan \S+ ms, "
         r"imbalance 0\.0%",
         line,
     )
@@ -191,8 +191,8 @@ def test_at_debug_it_says_what_was_chosen(caplog):
     with caplog.at_level("DEBUG", "dmuon"):
         trained()
     text = "\n".join(caplog.messages)
-    assert all(word in text for word in ("owners by", "costs: analytic", "kernels by batches"))
-    assert "Newton-Schulz in" in text and "2 batches are owned here" in text
+    assert all(word in text for word in ("owners by", "costs: analytic", "kernels (batches)"))
+    assert "Newton-Schulz in" in text and "batches that this rank owns: 2" in text
     assert [record.levelname for record in caplog.records].count("INFO") == 1
 
 
