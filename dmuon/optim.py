@@ -985,8 +985,8 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
         return None
     return (
         f"dmuon: kernels were measured for {' and '.join(others)} when owners were planned, and "
-        f"Newton-Schulz runs in {dtype_name(dtype)}: others are chosen by shape. To use those, leave "
-        "ns_dtype out; to measure for it, let dmuon.Muon plan (dedicate= has the same arguments)"
+        f"Newton-Schulz runs in {dtype_name(dtype)}: others are chosen by shape. To use those, "
+        "leave ns_dtype out; to measure for it, let dmuon.Muon plan (dedicate= says how)"
     )
 
 
