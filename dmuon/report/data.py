@@ -298,7 +298,7 @@ class LoadBalanceReport:
             "source": self.source,
             "mesh": dict(zip(topology.axes, topology.shape)),
             "nodes": topology.nodes,
-            "device": topology.device_type,
+            "device": _device(plan),
             "groups": [dict(zip(_OF_GROUP, group)) for group in self.groups],
             "layout": plan.layout.value,
             "owners": plan.topology.world,
@@ -347,6 +347,12 @@ def build_report(
     return LoadBalanceReport(plan, None if measured is None else tuple(measured), model)
 
 
+def _device(plan: OwnershipPlan) -> str:
+    """The device that the prices are of where they name it, else its type."""
+    kind, _, name = plan.cost_source.partition(",")[0].partition(":")
+    return name if kind == "analytic" and name else plan.topology.device_type
+
+
 def title(plan: OwnershipPlan, model: str = "") -> list[str]:
     """What is planned, and for what."""
     topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
@@ -357,7 +363,7 @@ def title(plan: OwnershipPlan, model: str = "") -> list[str]:
     return [
         f"{model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
         f"mesh {mesh} ({axes}): {count_text(topology.world, 'rank')} on "
-        f"{count_text(topology.nodes, 'node')} of {topology.device_type}, layout "
+        f"{count_text(topology.nodes, 'node')} of {_device(plan)}, layout "
         f"{plan.layout.value}",
     ]
 

@@ -120,6 +120,16 @@ class Record:
         return {"ns_ms": self.watch.milliseconds(), **found, "exposed_ms": exposed}
 
 
+@dataclass(eq=False)
+class LastStep:
+    """The count after the last step, and whether that was a full one; ``records`` of a few, from
+    when somebody asks."""
+
+    steps: int = 0
+    full: bool = True
+    records: deque[Record] | None = None
+
+
 @dataclass(eq=False, repr=False)
 class Engine(ABC):
     """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
@@ -140,9 +150,7 @@ class Engine(ABC):
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips()
         self.verifier = Verifier()
-        self._samples: list[Sample] = []
-        self._records: deque[Record] | None = None  # until somebody asks
-        self._steps, self._full = 0, True  # the count after the last step; no block step
+        self._last = LastStep()
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -187,10 +195,10 @@ class Engine(ABC):
     def _begin_update(self) -> None:
         # As they are now: a scheduler may change the groups before an update is applied.
         self._hypers = [Hyper.of(group) for group in self._groups]
-        if self._records is not None and self._steps:
-            self._records.append(self._record())  # nothing of that step is pending any more
-        schedule = self._settings.schedule
-        self._steps, self._full = schedule.t + 1, schedule.is_full(schedule.t)
+        last, schedule = self._last, self._settings.schedule
+        if last.records is not None and last.steps:
+            last.records.append(self._record())  # nothing of that step is pending any more
+        last.steps, last.full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
     def _note(self, finite: bool | Tensor) -> Tensor | int:
@@ -388,7 +396,7 @@ class Engine(ABC):
     def take_sample(self, count: int) -> None:
         """Note some matrices before a step, for `check_sample`; a collective call."""
         specs = self._runtime.plan.specs
-        self._samples = []
+        self.verifier.samples = []
         for parameter, box in self.verifier.sample(self._runtime.plan, count):
             shape = specs.parameters[parameter].shape
             members = ((i, m) for i, m in enumerate(specs.matrices) if m.parameter == parameter)
@@ -397,7 +405,7 @@ class Engine(ABC):
             before = [part.clone() for _, _, part in stored()]
             whole, kept = self.whole(parameter), self._kept_of(i, matrix)
             working = self._momentum_dtypes(i)[1]
-            self._samples.append(Sample(matrix, *whole, kept, before, stored, working))
+            self.verifier.samples.append(Sample(matrix, *whole, kept, before, stored, working))
 
     def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
         """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""
@@ -413,7 +421,7 @@ class Engine(ABC):
     def check_sample(self) -> None:
         """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
         what else the verifier does then)."""
-        samples, self._samples = self._samples, []
+        samples, self.verifier.samples = self.verifier.samples, []
         found = []
         for s in samples if self.skips.finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
@@ -450,15 +458,15 @@ class Engine(ABC):
         """Of the last steps whose numbers can be read without waiting for a device, by their count;
         where that is not always the last one, from the first call on steps leave copies of them."""
         if host_can_read(self._runtime.device) and self._settings.publish == "sync":
-            return {self._steps: self._record()} if self._steps else {}
-        if self._records is None:
-            self._records = deque(maxlen=3)
-        return {record.steps: record for record in self._records if record.numbers.ready()}
+            return {self._last.steps: self._record()} if self._last.steps else {}
+        if self._last.records is None:
+            self._last.records = deque(maxlen=3)
+        return {record.steps: record for record in self._last.records if record.numbers.ready()}
 
     def _record(self) -> Record:
         (matrices, rms), found = self._update_rms(), self._message.found
         numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.count)]))
-        what = self._steps, self._full, self._telemetry.watch, self._runtime.meter.waits
+        what = self._last.steps, self._last.full, self._telemetry.watch, self._runtime.meter.waits
         return Record(*what, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:

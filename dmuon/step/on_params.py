@@ -340,7 +340,7 @@ class ParamsEngine(Engine):
             self.skips.late = self.skips.late + skipped
 
     def finish(self) -> None:
-        if self._full:  # a block step issues no collective, and this may
+        if self._last.full:  # a block step issues no collective, and this may
             super().finish()
 
     def _refuse(self, refusal: Exception) -> None:
@@ -583,7 +583,7 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        of_step = {"full_step": self._full, "step_bytes": self.step_bytes()}
+        of_step = {"full_step": self._last.full, "step_bytes": self.step_bytes()}
         return super().stats() | of_step
 
     def describe(self) -> str:

@@ -61,7 +61,11 @@ def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
 
 
 class Verifier:
-    """Which matrices are checked, and how; tools replace it."""
+    """Which matrices are checked, and how; tools replace it. ``samples`` were taken before the
+    step that is checked."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
         """The ``count``-th sample of `matrices_of`, alike everywhere: an eighth of an owner's."""

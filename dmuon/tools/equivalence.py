@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.api import dedicate_params
+from dmuon.api import Given, Request, plan_given
 from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.process_groups import attempt_in_all, check_launched
 from dmuon.comm.transport import Transport
@@ -194,8 +194,12 @@ def check_step_equivalence(
     model = build_model()
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
     model = model if tensor_parallel is None else tensor_parallel(model)
-    request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
-    wrapped, own = _distribute(model, mesh, parallelize or (lambda model: model), request)
+    # Planned for the dtype that Newton-Schulz runs in, as where the optimizer plans.
+    ns_dtype = muon_kwargs.get("ns_dtype", "auto")
+    request = Request(
+        layout, options=options, planner=planner, kernels=kernels, mesh=mesh, ns_dtype=ns_dtype
+    )
+    wrapped, own = _distribute(model, parallelize or (lambda model: model), request)
     try:
         trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, kernels.is_fixed)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
@@ -205,20 +209,19 @@ def check_step_equivalence(
 
 def _distribute(
     model: nn.Module,
-    mesh: DeviceMesh | None,
     parallelize: Callable[[nn.Module], nn.Module],
-    request: dict[str, Any],
+    request: Request,
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
-    if request["layout"] != Layout.DEDICATED:
+    if request.layout != Layout.DEDICATED:
         wrapped = parallelize(model)
         others_average = isinstance(wrapped, DistributedDataParallel) or any(
             map(is_distributed, wrapped.parameters())
         )
-        if request["options"] is None and not others_average:
-            request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
-        return wrapped, dedicate_params(wrapped, mesh, **request)
-    own = dedicate_params(model, mesh, **request)
+        if request.options is None and not others_average:
+            request = replace(request, options=ReplicatedOptions(reduce_to_owner=True))
+        return wrapped, plan_given(Given(wrapped), request)
+    own = plan_given(Given(model), request)
 
     def wrap() -> nn.Module:
         with own.ignored_by_fully_shard():
@@ -285,6 +288,7 @@ class _Bits(Verifier):
     """Finds matrices that differ by a bit from what each rank computes; ``different`` on all."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.different: set[str] = set()
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:

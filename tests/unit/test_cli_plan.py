@@ -70,7 +70,7 @@ def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
     assert without_seconds(out.rstrip()) == without_seconds(str(known))
     assert header.splitlines() == [
         "gpt2: 124.44 M parameters (bfloat16), 48 matrices",
-        "mesh 2 x 2 (node, gpu): 4 ranks on 2 nodes of cuda, layout reduce_to_owner",
+        "mesh 2 x 2 (node, gpu): 4 ranks on 2 nodes of h200, layout reduce_to_owner",
         f"costs analytic:h200, plan {plan.fingerprint()}",
         f"shapes: {PRESETS['gpt2']['source']}",
     ]
@@ -139,7 +139,7 @@ def test_options_reach_the_plan(capsys, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_says_who_may_own_and_what_a_rank_holds(capsys, layout):
     data = json.loads(succeed(capsys, *SMALL, "--json", "-", "--layout", layout))
-    assert (data["layout"], data["model"], data["device"]) == (layout, "gpt2", "cuda")
+    assert (data["layout"], data["model"], data["device"]) == (layout, "gpt2", "h200")
     assert data["mesh"] == {"node": 2, "gpu": 2} and data["nodes"] == 2
     matrices, others = 2 * 84_934_656, 2 * 39_505_152  # bytes
     shares = {"sharded": (1 / 4, 1 / 4), "replicated": (1, 1), "reduce_to_owner": (1, 1)}

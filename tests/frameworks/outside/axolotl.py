@@ -46,8 +46,6 @@ val_set_size: 0
 output_dir: out
 """
 SCHEDULE = {"lr_scheduler": "linear", "warmup_steps": 2}
-CLIP = {"max_grad_norm": common.CLIP}
-HALVES = {"micro_batch_size": 2}
 
 
 class OnCpus(BasePlugin):
@@ -84,51 +82,14 @@ def fit(
     return cells.deviation(tiny_llama.found(folder / "out"), expected)
 
 
-def train(folder: Path) -> float:
-    """`python -m axolotl.cli.train config.yaml`, one process."""
-    return fit(folder / "train", {})
-
-
-def clip(folder: Path) -> float:
-    """`max_grad_norm: 0.5`."""
-    return fit(folder / "clip", CLIP)
-
-
-def schedule(folder: Path) -> float:
-    """`lr_scheduler: linear`, `warmup_steps: 2`."""
-    return fit(folder / "schedule", SCHEDULE, common.factor)
-
-
-def accumulate(folder: Path) -> float:
-    """`gradient_accumulation_steps: 2`, clipped, scheduled."""
-    changes = CLIP | SCHEDULE | HALVES | {"gradient_accumulation_steps": 2}
-    return fit(folder / "accumulate", changes, common.factor)
-
-
-def save(folder: Path) -> float:
-    """DDP on 2 processes, `save_steps: 3`, then resumed on 2."""
-    whole = fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
-    return max(whole, resumed(folder, processes=2))
-
-
-def resume(folder: Path) -> float:
-    """`resume_from_checkpoint` of what 2 processes saved, on one."""
-    return resumed(folder, processes=1)
-
-
-def resumed(folder: Path, processes: int) -> float:
-    at = folder / "save" / "out" / tiny_llama.SAVED_STEP
-    if not at.exists():  # `--cell resume` alone
-        fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
-    changes = CLIP | SCHEDULE | {"resume_from_checkpoint": str(at)}
-    changes["micro_batch_size"] = common.JOINT // processes
-    return fit(folder / f"resumed-on-{processes}", changes, common.factor, processes)
-
+NOTES = (
+    "`python -m axolotl.cli.train config.yaml`, one process.",
+    "`max_grad_norm: 0.5`.",
+    "`lr_scheduler: linear`, `warmup_steps: 2`.",
+    "`gradient_accumulation_steps: 2`, clipped, scheduled.",
+    "DDP on 2 processes, `save_steps: 3`, then resumed on 2.",
+    "`resume_from_checkpoint` of what 2 processes saved, on one.",
+)
 
 if __name__ == "__main__":
-    cells.main(
-        {
-            "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate,
-            "save": save, "resume": resume,
-        }
-    )  # fmt: skip
+    cells.main(tiny_llama.cells_of(fit, SCHEDULE, "micro_batch_size", NOTES))

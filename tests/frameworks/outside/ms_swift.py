@@ -45,8 +45,6 @@ use_cpu: true
 PLUGIN = "import dmuon.integrations.swift\n"
 ON_CPUS = "from tests.frameworks.outside import tiny_llama\ntiny_llama.several_cpus()\n"
 SCHEDULE = {"lr_scheduler_type": "linear", "warmup_steps": 2}
-CLIP = {"max_grad_norm": common.CLIP}
-HALVES = {"per_device_train_batch_size": 2}
 
 
 def row(tokens: list[int]) -> Any:
@@ -70,51 +68,14 @@ def fit(
     return cells.deviation(tiny_llama.found(folder / "out"), expected)
 
 
-def train(folder: Path) -> float:
-    """`swift sft sft.yaml`, one process."""
-    return fit(folder / "train", {})
-
-
-def clip(folder: Path) -> float:
-    """`max_grad_norm: 0.5`."""
-    return fit(folder / "clip", CLIP)
-
-
-def schedule(folder: Path) -> float:
-    """`lr_scheduler_type: linear`, `warmup_steps: 2`."""
-    return fit(folder / "schedule", SCHEDULE, common.factor)
-
-
-def accumulate(folder: Path) -> float:
-    """`gradient_accumulation_steps: 2`, clipped, scheduled."""
-    changes = CLIP | SCHEDULE | HALVES | {"gradient_accumulation_steps": 2}
-    return fit(folder / "accumulate", changes, common.factor)
-
-
-def save(folder: Path) -> float:
-    """DDP on 2 processes (`NPROC_PER_NODE=2`), `save_steps: 3`, then resumed on 2."""
-    whole = fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
-    return max(whole, resumed(folder, processes=2))
-
-
-def resume(folder: Path) -> float:
-    """`resume_from_checkpoint` of what 2 processes saved, on one."""
-    return resumed(folder, processes=1)
-
-
-def resumed(folder: Path, processes: int) -> float:
-    at = folder / "save" / "out" / tiny_llama.SAVED_STEP
-    if not at.exists():  # `--cell resume` alone
-        fit(folder / "save", CLIP | SCHEDULE | HALVES, common.factor, 2)
-    changes = CLIP | SCHEDULE | {"resume_from_checkpoint": str(at)}
-    changes["per_device_train_batch_size"] = common.JOINT // processes
-    return fit(folder / f"resumed-on-{processes}", changes, common.factor, processes)
-
+NOTES = (
+    "`swift sft sft.yaml`, one process.",
+    "`max_grad_norm: 0.5`.",
+    "`lr_scheduler_type: linear`, `warmup_steps: 2`.",
+    "`gradient_accumulation_steps: 2`, clipped, scheduled.",
+    "DDP on 2 processes (`NPROC_PER_NODE=2`), `save_steps: 3`, then resumed on 2.",
+    "`resume_from_checkpoint` of what 2 processes saved, on one.",
+)
 
 if __name__ == "__main__":
-    cells.main(
-        {
-            "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate,
-            "save": save, "resume": resume,
-        }
-    )  # fmt: skip
+    cells.main(tiny_llama.cells_of(fit, SCHEDULE, "per_device_train_batch_size", NOTES))
