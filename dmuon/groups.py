@@ -63,9 +63,9 @@ def read_groups(given: Any) -> list[Group]:
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
-    if isinstance(given, Tensor | Mapping | Set) or not isinstance(given, Iterable):
+    if isinstance(given, Tensor | Mapping | set | frozenset) or not isinstance(given, Iterable):
         hint = ": pass its items() or its values()" if isinstance(given, Mapping) else ""
-        if isinstance(given, Set):
+        if isinstance(given, set | frozenset):
             hint = ", which has another order on every rank: pass a list"
         raise TypeError(
             "Muon takes a module or an iterable of parameters (model.named_parameters()), found "
