@@ -84,10 +84,6 @@ class Device:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all that is queued."""
-        torch.accelerator.synchronize(self.device)
-
     def current(self) -> AbstractContextManager[object]:
         """Make it the current device: kernels are launched and events recorded there."""
         return torch.accelerator.device_index(self.device.index)
@@ -156,8 +152,6 @@ class Cpu(Device):
         return host_memory()
 
     def release_memory(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -299,7 +293,6 @@ class HostCopy:
 
 class SideStream:
     """A second stream, on which transfers are waited for without holding up the current one.
-
     `join` comes before the current stream reads what was written here, and
     ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
     """
@@ -375,11 +368,9 @@ def host_memory(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process.
-
-    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
-    its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
-    """
+    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process. A
+    build of torch or a setting of oneDNN may leave the processor's instructions unused, and an
+    emulated product takes 5 to 30 times as long as one in float32."""
     if not _has_bf16:
         _has_bf16.append(undisturbed(_bf16_is_fast))
     return _has_bf16[0]

@@ -46,11 +46,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def stored_tensor(tensor: Tensor) -> Tensor:
-    """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`.
-
-    No public name: `DTensor.to_local` gives a new tensor, so that what is assigned to its data does
-    not reach the parameter, at twenty times the cost.
-    """
+    """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`. No
+    public name: `DTensor.to_local` gives a new tensor, so that what is assigned to its data does
+    not reach the parameter, at twenty times the cost."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -188,11 +186,9 @@ class LocalParameters:
 
 
 def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
-    """``grad`` with the placements of its parameter.
-
-    Autograd may leave a gradient `Partial` (a gain under sequence parallelism); making it whole is
-    a collective over the parameter's mesh, which every optimizer on `DTensor` issues.
-    """
+    """``grad`` with the placements of its parameter. Autograd may leave a gradient `Partial` (a
+    gain under sequence parallelism); making it whole is a collective over the parameter's mesh,
+    which every optimizer on `DTensor` issues."""
     given, wanted = getattr(grad, "placements", None), getattr(parameter, "placements", None)
     if given is None or wanted is None or given == wanted:
         return grad
@@ -244,13 +240,10 @@ def local_box(
     ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
     dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
     1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
-    parallelism).
+    parallelism). OwnershipError if no order of the axes gives these pieces.
 
     >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
     Box(offset=(12, 0), shape=(1, 3))
-
-    Raises:
-        OwnershipError: no order of the axes gives these pieces.
     """
     orders: dict[int, list[int]] = defaultdict(list)
     for axis in reversed(range(len(mesh))):

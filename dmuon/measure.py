@@ -70,10 +70,8 @@ dtype's safe forms measure, and far below what a wrong result gives."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``.
-
-    Of these matrices each of ``co_owners`` ranks has a slice; ``split``: see `ops.SliceOps`.
-    """
+    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``. Of these
+    matrices each of ``co_owners`` ranks has a slice; ``split``: see `ops.SliceOps`."""
 
     key: ShapeKey
     batch: int
@@ -184,10 +182,8 @@ def median_times(
     is_race: bool = False,
     progress: Progress = lambda done, case: None,
 ) -> dict[Run, float]:
-    """The median milliseconds of each run, in their order as far as the ``deadline`` allows; inf,
-    with a warning, for an optional kernel that raises.
-
-    No run begins that is not expected to end in time, so at most one run overruns.
+    """The median milliseconds of each run, in their order, of which none begins that is not
+    expected to end before the ``deadline``; inf for an optional kernel that raises.
 
     Everything is run once before anything is run again, up to `PASSES` times. So each run finds
     caches and memory as in a training step, where no batch follows itself, and a slow second of the
@@ -256,11 +252,9 @@ def _suffice(times: Sequence[float], is_long: bool) -> bool:
 
 @dataclass(eq=False, repr=False)
 class OwnerTimer:
-    """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
-
-    ``momentum``: momentum, normalization and Newton-Schulz, else the last alone on normalized
-    matrices. As in an optimizer all calls share one workspace. ``sharing`` processes share memory.
-    """
+    """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings and, as in
+    an optimizer, one workspace. ``momentum``: momentum, normalization and Newton-Schulz, else the
+    last alone on normalized matrices. ``sharing`` processes share memory."""
 
     device: torch.device
     ns_dtype: torch.dtype
@@ -397,12 +391,9 @@ def gate_errors(
     *,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[KernelChoice, float]:
-    """Relative Frobenius error of each choice on Gaussian matrices, against the standard form in
-    float32 or wider. It is inf for a nan, and for an optional kernel that raises because it does
-    not compile or needs more memory than the device has. Ends early when ``is_over``.
-
-    A batch is represented by two matrices, so that a kernel that confuses them is found.
-    """
+    """Relative Frobenius error of each choice on Gaussian matrices (two of a batch, so that a
+    kernel that confuses them is found), against the standard form in float32 or wider; inf for a
+    nan, and for an optional kernel that raises. Ends early when ``is_over``."""
     dtype: torch.dtype = getattr(torch, choices[0].dtype)
     wide = torch.promote_types(dtype, torch.float32)
     generator = devices.of(device).generator(0)
@@ -439,13 +430,10 @@ def choose_kernels(
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
     """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
-    that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
+    that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach. The rule for these
+    ``speeds`` has the other cases, and wins where nothing is clearly faster.
 
-    The rule for these ``speeds`` has the other cases, and wins where nothing is clearly faster.
-
-    Raises:
-        ValueError: the options ask for what cannot run on this device.
-        RuntimeError: no candidate of a case computes the right thing.
+    ValueError if the options ask for what cannot run here, RuntimeError if no candidate is right.
     """
     deadline = pace.clock() + options.tune_budget_s
     steps = MuonDefaults().ns_steps
@@ -538,11 +526,8 @@ def compile_ahead(
 
 
 class _Session:
-    """All ranks that measure together: with which kernels, in which dtype, and what is cached.
-
-    ``sharing``: so many processes share this machine's memory and processors. ``model``: estimates
-    for this hardware. ``old``: the cached table, or the model where there is none.
-    """
+    """All ranks that measure together. ``sharing`` processes share this machine. ``model``:
+    estimates for this hardware; ``old``: the cached table, or the model where there is none."""
 
     def __init__(
         self,
@@ -691,10 +676,8 @@ def measured_costs(
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
     ``options.profile_budget_s`` seconds at most. Nothing is measured that is cached, unless
     ``fresh``. ``momentum`` is that of `CostTable`. ``timer`` makes the timers. ``batch_bytes``: the
-    largest size of a batch of several matrices, in the Newton-Schulz dtype.
-
-    Raises:
-        Exception: what measuring raised here; ConsensusError if that was on another rank.
+    largest size of a batch of several matrices, in the Newton-Schulz dtype. What measuring raises
+    here is raised here, ConsensusError on the other ranks.
     """
     keys = list(keys)
     session = _Session(transport, device, options, kernels, ns_dtype, momentum, keys, fresh)
@@ -748,12 +731,8 @@ def measured_slices(
     batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
     """``table`` with the costs of co-owners for slices of matrices with these keys: products, and
-    exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no set of
-    that many).
-
-    A collective call as `measured_costs`, with the same errors. Exchanges are timed each time,
-    because jobs differ in the ranks that exchange.
-    """
+    exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no such set),
+    which are timed in each job. A collective call as `measured_costs`."""
     keys = list(keys)
     session = _Session(transport, device, options, kernels, ns_dtype, table.momentum, keys)
     dtype, old = session.ns_dtype, session.old
@@ -870,10 +849,7 @@ def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> di
 
 class ProgressLine:
     """Says on standard error what is measured, on one rank and once it has taken two seconds: in a
-    terminal the case, in a line that leaves nothing behind; elsewhere once.
-
-    It is written on each call, because a thread that writes would disturb the measurement.
-    """
+    terminal the case, in a line that leaves nothing behind; elsewhere once."""
 
     def __init__(self, *, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -884,7 +860,7 @@ class ProgressLine:
         """Says ``what`` is done, and how many of ``total`` runs are."""
         end = ""
 
-        def show(done: int, case: Case) -> None:
+        def show(done: int, case: Case) -> None:  # no thread, which would disturb what is timed
             nonlocal end
             if self._clock() < self._visible_at:
                 return

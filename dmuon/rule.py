@@ -105,13 +105,10 @@ class Hyper:
 
     def momentum_settings(self) -> dict[str, Any]:
         """As `list_kernels` take them; ``weight`` is that of a gradient."""
-        weight = 1 - (self.momentum if self.mode == "ema" else self.dampening)
-        return {
-            "momentum": self.momentum,
-            "weight": weight,
-            "mode": self.mode,
-            "nesterov": self.nesterov,
-        }
+        is_ema = self.mode == "ema"
+        weight = 1 - (self.momentum if is_ema else self.dampening)
+        numbers = {"momentum": float(self.momentum), "weight": float(weight)}
+        return numbers | {"EMA": is_ema, "NESTEROV": self.nesterov}
 
     def kept(self, stays: Tensor | None) -> float | Tensor:
         """What decay leaves of weights; all of those that stay as they are (masks)."""
@@ -215,12 +212,9 @@ class Rule:
             torch.where(alive, state[name], kept, out=state[name])
 
     def rehearse(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`accepted` on a random matrix and on zeros of this shape, with state of its own.
-
-        Raises:
-            ValueError: it fails, or gives what is not finite, or no zeros for zeros. So that errors
-                of a user's are found on all ranks, before a step.
-        """
+        """`accepted` on a random matrix and on zeros of this shape, with state of its own, so that
+        errors of a user's are found on all ranks, before a step: ValueError if it fails, or gives
+        what is not finite, or no zeros for zeros."""
         rule, generator = copy.deepcopy(self), devices.of(device).generator(0)
         update = torch.zeros(2, rows, cols, dtype=dtype, device=device)
         update[0].normal_(generator=generator)
@@ -658,11 +652,8 @@ VARIANTS: Mapping[str, type[Rule]] = {"normuon": NorMuon}
 
 
 def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
-    """The rule of a param group, whose ``place`` errors name.
-
-    Raises:
-        TypeError, ValueError: its ``variant`` is none.
-    """
+    """The rule of a param group, whose ``place`` errors name: TypeError or ValueError if its
+    ``variant`` is none."""
     variant = group.get("variant")
     if isinstance(variant, Rule):
         state = variant.state
@@ -692,10 +683,8 @@ def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
 
 
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
-    """A float32 master of a weight that somebody may have written to.
-
-    Elements that still round to the weight keep their extra bits; the others take the weight.
-    """
+    """A float32 master of a weight that somebody may have written to. Elements that still round to
+    the weight keep their extra bits; the others take the weight."""
     return torch.where(master.to(weight.dtype) == weight, master, weight)
 
 
@@ -705,10 +694,8 @@ def rounds_to(master: Tensor, weight: Tensor) -> bool:
 
 
 def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """`merged_master` in place; what has the dtype of its weight is none and stays.
-
-    Where the host reads without waiting, what nobody wrote to costs a look.
-    """
+    """`merged_master` in place; what has the dtype of its weight is none and stays. Where the host
+    reads without waiting, what nobody wrote to costs a look."""
     if not masters:
         return
     on_host = host_can_read(masters[0].device)

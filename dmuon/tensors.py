@@ -39,10 +39,8 @@ def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def scale_into(out: Tensor, stack: Tensor, scales: Tensor) -> None:
-    """``out[i] = stack[i] * scales[i]``, computed in float32 or wider and rounded once.
-
-    ``scales`` is ``[b]``, float32 or wider, on the stack's device. ``stack`` may be overwritten.
-    """
+    """``out[i] = stack[i] * scales[i]``, computed in float32 or wider and rounded once. ``scales``
+    is ``[b]``, float32 or wider, on the stack's device. ``stack`` may be overwritten."""
     factors = scales.view(-1, *(1,) * (stack.ndim - 1))
     is_wide = stack.dtype.itemsize >= 4
     if out.device != stack.device:  # CPU offload
@@ -79,10 +77,8 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
 
 
 def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """The norm of each tensor in float64, so that no square overflows or vanishes.
-
-    On an accelerator a list is converted as it is read; one tensor would be copied first.
-    """
+    """The norm of each tensor in float64, so that no square overflows or vanishes. On an
+    accelerator a list is converted as it is read; one tensor would be copied first."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for n, t in enumerate(tensors):
         alike[t.device, t.dtype].append(n)

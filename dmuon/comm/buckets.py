@@ -51,11 +51,9 @@ class Span:
 
 
 class Slices:
-    """The tensor-parallel slices of all parameters, and who owns what of them.
-
-    ``boxes[p]`` are those of parameter p by tensor coordinate, None where it is whole everywhere.
-    ``shards`` says the same of ranks with equal data coordinates, by their tensor coordinate.
-    """
+    """The tensor-parallel slices of all parameters, and who owns what of them. ``boxes[p]`` are
+    those of parameter p by tensor coordinate, None where it is whole everywhere; ``shards`` says
+    the same of ranks with equal data coordinates."""
 
     def __init__(
         self,
@@ -116,11 +114,9 @@ class Slices:
     def keepers(
         self, parameter: int, *, in_slices: bool = False, replicas: bool = False
     ) -> list[tuple[int, int, Box]]:
-        """Who keeps a parameter: (matrix, mesh rank, box in the parameter).
-
-        These are the owners, or (``in_slices``) the ranks with their data coordinates, each its
-        slice. With ``replicas`` all that keep it, else each element once.
-        """
+        """Who keeps a parameter, (matrix, mesh rank, box in the parameter): the owners, or
+        (``in_slices``) the ranks with their data coordinates, each its slice. With ``replicas``
+        all that keep it, else each element once."""
         found = []
         for i in self.matrices_of[parameter]:
             replica, shard, tensor = self.place_of[i]
@@ -312,13 +308,12 @@ def cut_buckets(
     min_buckets: int | None,
     item: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Units that travel together, in the order of the buckets; the same on every rank.
+    """Of the units at ``travelling`` those that travel together, in the order of the buckets.
 
-    ``travelling`` are the indices of the units that travel at all. Every owner has about the same
-    share of its time in each bucket, so that none waits for another. The first and the last bucket
-    are half as large, because nothing hides the gather of the first and the scatter of the last.
-    No owner's units in a bucket are larger than a batch may be, or one unit; else it is cut once
-    more. A unit with co-owners is in one bucket on all of them.
+    Every owner has about the same share of its time in each bucket, so that none waits for another.
+    The first and the last are half as large, because nothing hides the gather of the first and the
+    scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
+    else it is cut once more. A unit with co-owners is in one bucket on all of them.
     """
     by_owner = grouped((units[u].owner, u) for u in travelling)
     if not by_owner:

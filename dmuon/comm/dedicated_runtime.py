@@ -87,14 +87,16 @@ class _Assembly:
     ) -> None:
         """``compute(unit, gradients)`` at owners, ``update`` with parts of results on all ranks."""
 
-        def fill(b: int) -> None:
-            self._sources[b].run()
-
         def apply(b: int) -> None:
             for u, parts in self._results[b]:
                 update(self._units[u], parts)
 
-        self._pipeline.run(fill, lambda u, g: compute(self._units[u], g), apply, lambda: None)
+        self._pipeline.run(
+            lambda b: self._sources[b].run(),
+            lambda u, gradients: compute(self._units[u], gradients),
+            apply,
+            lambda: None,
+        )
         self._pipeline.apply_pending(range(len(self._results)))
 
 
@@ -226,12 +228,9 @@ class DedicatedRuntime(OwnersRuntime):
         self._removers += hook_gradients(tracked, self.prefetcher.accumulated)
 
     def _buckets(self) -> list[GradientBucket]:
-        """One per layer in the order of backward; last the root's, with all adamw parameters.
-
-        Those that neither dmuon nor tensor parallelism has distributed are all-reduced here; the
-        others are the framework's. Nothing tells that a gain or bias will get no gradient, so in a
-        layer's bucket it would hold that one up.
-        """
+        """One per layer in the order of backward; last the root's, with all adamw parameters that
+        the framework has not distributed. Nothing tells that a gain or bias will get no gradient,
+        so in a layer's bucket it would hold that one up."""
         adamw = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)

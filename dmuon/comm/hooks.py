@@ -75,8 +75,8 @@ def parameter_ids(module: nn.Module, others: Container[nn.Module] = ()) -> Itera
 
 
 def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) -> list[WaitPoint]:
-    """Wait points that together cover all parameters of ``root``: one for each module with any,
-    which waits for what is below it and in no other layer.
+    """Wait points for all parameters of ``root``: one for each module with any, which waits for
+    what is below it and in no other layer.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     >>> [type(point.module).__name__ for point in wait_points(model)]
@@ -101,9 +101,7 @@ def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) ->
 class Coverage:
     """Calls ``wait`` at each wait point of a forward pass, for the buckets that it needs, ``drain``
     before state dicts are made or loaded, and knows which buckets of updates the pass has missed.
-
-    ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id.
-    """
+    ``buckets_of``: those with a part of each parameter, by its id."""
 
     def __init__(
         self,
@@ -203,9 +201,7 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
 
 class ParameterWatch:
     """Notices cheaply when a model trains other ``parameters`` than planned. Keeps no module.
-
-    ``exempt`` are those that a framework replaces at will (FSDP2 while a unit is gathered).
-    """
+    ``exempt`` are those that a framework replaces at will (FSDP2 while a unit is gathered)."""
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], exempt: Collection[Tensor] = ()

@@ -23,11 +23,9 @@ from dmuon.types import OwnershipError
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The averaged gradients as this rank sees them, ``stored`` here.
-
-    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once. Of a
-    distributed parameter the first shard of its kind in the mesh is counted.
-    """
+    """The averaged gradients as this rank sees them, ``stored`` here. For a norm, ``counted``
+    summed over the ranks and ``common`` once count every element once: of a distributed parameter
+    the first shard of its kind in the mesh."""
 
     counted: list[Tensor]
     common: list[Tensor]

@@ -47,12 +47,10 @@ Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 
 
 class OwnersRuntime(LayoutRuntime):
-    """A `LayoutRuntime` whose momentum and gradients lie with the owners.
-
-    An owner calls `Compute` for its units; every rank that stores a part of a matrix calls `Apply`
-    for it, in any order, before the parameters are read again. ``keeps_whole``: an owner stores its
-    matrices whole. ``reducer`` is there once an optimizer has bound itself.
-    """
+    """Momentum and gradients lie with the owners. An owner calls `Compute` for its units; every
+    rank that stores a part of a matrix calls `Apply` for it, in any order, before the parameters
+    are read again. ``keeps_whole``: an owner stores its matrices whole. ``reducer`` is there once
+    an optimizer has bound itself."""
 
     keeps_whole = True
 

@@ -100,9 +100,6 @@ class ParamsRuntime(LayoutRuntime):
         self._wait_at([*hooks.wait_points(model), *hooks.fsdp_wait_points(model)], buckets, wait)
         self._removers += hooks.drain_before_unshard(model, self.synchronize)
 
-    def index_among(self, ranks: tuple[int, ...]) -> int:
-        return self._peers[ranks].rank
-
     def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
         """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
         peers, size = self._peers[ranks], source[0].numel()

@@ -73,13 +73,10 @@ def _aligned(numel: int) -> int:
 
 
 class Bucket:
-    """A bucket's buffers, and views of them made once.
-
-    ``send`` is flat: the operands of what this rank holds, in the order of ``route.blocks``.
-    ``updates`` are where updates arrive, (flat buffer, its layout). In ``stacks``, (unit,
-    ``[b, rows, cols]``), the matrices that it owns are assembled at every step; those with
-    co-owners, ``shared`` of them, come first.
-    """
+    """A bucket's buffers, and views of them made once. ``send`` has the operands of what this rank
+    holds, in the order of ``route.blocks``; ``updates`` are where updates arrive, (flat buffer, its
+    layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that it owns are assembled at
+    every step; those with co-owners, ``shared`` of them, come first."""
 
     def __init__(
         self, route: BucketRoute, units: Units, buffers: list[Tensor], assembly: Tensor, rank: int
@@ -227,21 +224,18 @@ class Pipeline:
         may_send: Callable[[], bool] | None = None,
         share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
     ) -> bool:
-        """Send every bucket to its owners and the updates back; called alike on every rank.
+        """Send every bucket to its owners and the updates back; called alike on every rank. False
+        if ``may_send`` is, else True.
 
         Args:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
                 until the next call. None if nobody will apply the update.
-            apply: update the parameters by what came to a bucket's ``updates``. For the last
-                buckets `apply_pending` calls it, later.
-            meanwhile: called while the first buckets travel; if only updates travel, while the last
-                ones do.
+            apply: update the parameters by what came to a bucket's ``updates``; of the last ones
+                `apply_pending` calls it, later.
+            meanwhile: called while the first buckets travel, or, of updates alone, the last ones.
             may_send: if only updates travel, asked once before the first of them does.
-            share: `compute` for all units of a bucket that have co-owners; its results are valid
-                until the next call of either.
-
-        Returns False if ``may_send`` did, else True.
+            share: `compute` for all units of a bucket that have co-owners; valid until the next.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)

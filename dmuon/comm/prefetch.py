@@ -74,9 +74,7 @@ class _Calls:
 
 class Prefetcher:
     """Makes weights available before passes over the model need them, and sends gradients in turn.
-
-    The root's layer is needed first in both passes. A ``reducer`` comes with the optimizer.
-    """
+    The root's layer is needed first in both passes. A ``reducer`` comes with the optimizer."""
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
         self.storage = storage
@@ -228,10 +226,8 @@ class Prefetcher:
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
-        """Send gradients of the layers that backward has passed by, where others send theirs.
-
-        Zeros for a layer that has not run since the step; when ``ending``, what there is.
-        """
+        """Send gradients of the layers that backward has passed by, where others send theirs. Zeros
+        for a layer that has not run since the step; when ``ending``, what there is."""
         end = max(self._passed, self._launched - self._options.prefetch)
         passed = [self._turn(n) for n in range(self._passed, end)]
         self._passed = end

@@ -151,8 +151,8 @@ def is_initialized() -> bool:
 
 
 def check_launched(caller: str) -> None:
-    """Raise OwnershipError if a launcher started several processes and they do not know each other.
-    Only where there is no process group is ``WORLD_SIZE`` read, which torchrun sets."""
+    """Raise OwnershipError if a launcher started several processes and they do not know each other:
+    without a process group ``WORLD_SIZE`` is read, which torchrun sets."""
     if is_initialized():
         return
     text = os.environ.get("WORLD_SIZE")
@@ -194,11 +194,8 @@ def attempt_in_all(
 ) -> T:
     """Run ``work`` on every rank, exchange outcomes once in each mesh, succeed or fail together.
 
-    A rank whose ``work`` raised raises that error again. ``digest`` describes the result in lines,
-    which must be equal on all ranks of a mesh.
-
-    Raises:
-        ConsensusError: another rank failed, whose error it quotes, or the results differ.
+    A rank whose ``work`` raised raises that error again, the others a ConsensusError that quotes
+    it. So do all where ``digest``, the result in lines, is not equal on all ranks of a mesh.
     """
     value, error = _outcome(work)
     text = digest(value) if transports and error is None else ""  # type: ignore[arg-type]

@@ -13,9 +13,8 @@ backward counts as zero. So the collectives never depend on which gradients a ra
 Owners stack the gradients of a unit as ``[batch, rows, cols]``. Under tensor parallelism a matrix
 arrives in slices, one at each rank with the owner's data coordinates, and the step assembles them.
 
-A gradient that is not dense cannot be reduced. Where the host can read, every rank raises at the
-end of that backward. Elsewhere it would have to wait for the device: the gradient counts as
-missing, the flags travel to the host meanwhile, and every rank raises at the next step.
+For a gradient that is not dense, which cannot be reduced, every rank raises at the end of that
+backward, or, where the host would have to wait for the device, at the next step.
 """
 
 from __future__ import annotations
@@ -80,12 +79,10 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
 
 
 class OwnedGradients:
-    """The gradients of what is owned at this rank's data coordinates.
-
-    This rank computes the units ``mine``, a rank with its data coordinates those ``near``. ``here``
-    are the gradients by matrix, in the parameter's dims: views of the owner's stacks, or this
-    rank's slices of matrices that tensor parallelism cuts.
-    """
+    """The gradients of what is owned at this rank's data coordinates: it computes the units
+    ``mine``, a rank with its data coordinates those ``near``. ``here`` are the gradients by matrix,
+    in the parameter's dims: views of the owner's stacks, or this rank's slices of matrices that
+    tensor parallelism cuts."""
 
     def __init__(
         self,
@@ -152,10 +149,8 @@ UNDER_WAY = 4
 
 class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
-
     ``deliveries``: where what is owned here is collected, and views of it. ``to_relay``: to be
-    reduced along replicas, too.
-    """
+    reduced along replicas, too."""
 
     def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
         is_here = segment.shard == owned.place[1]
@@ -249,7 +244,9 @@ class _Flags:
         self._earlier: list[HostCopy] = []
 
     def agree(self, local: list[bool], unusable: list[bool], *, complete: bool) -> list[bool]:
-        """Which parameters have a gradient on any rank; ``complete``: all have a dense one here."""
+        """Which parameters have a gradient on any rank; ``complete``: all have a dense one here.
+        DmuonError if any got one that cannot be reduced; where the host cannot read, `raise_noted`
+        raises it."""
         number, flags = len(self._names), self._flags
         flags.zero_()
         if complete:
@@ -301,12 +298,10 @@ class _Round:
 
 @dataclass(eq=False, repr=False)
 class GradientReducer:
-    """Carries out rounds; see the module's docstring.
-
-    Matrices' gradients go to ``owned``, averaged ones of adamw parameters to ``p.grad``; parameters
-    in no bucket take no part. ``expected`` is how many gradients one backward accumulates into each
-    parameter: more than one where its storage changed its dtype between uses.
-    """
+    """Carries out rounds: matrices' gradients go to ``owned``, averaged ones of adamw parameters to
+    ``p.grad``; parameters in no bucket take no part. ``expected`` is how many gradients one
+    backward accumulates into each parameter: more than one where its storage changed its dtype
+    between uses."""
 
     parameters: Sequence[nn.Parameter]
     _groups: ProcessGroups
@@ -417,12 +412,10 @@ class GradientReducer:
         return [live for live in self._under_way if live.segment.shard != EVERYONE]
 
     def _collect_on_side_stream(self) -> None:
-        """On an accelerator, collect all but the last buckets on a side stream.
-
-        The host runs ahead of the device there, so it would find little that has arrived. The
-        current stream must not wait: a rank that skipped a block sends its part at the end of its
-        backward only, and may first need collectives that this rank has queued behind the wait.
-        """
+        """On an accelerator, whose host runs ahead and finds little that has arrived, collect all
+        but the last buckets on a side stream. The current one must not wait: a rank that skipped a
+        block sends its part at the end of its backward only, and may first need collectives that
+        this rank has queued behind the wait."""
         if self._side is None:
             return
         launched = self._round.launched
@@ -446,11 +439,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """End the round, if it is open: send what is missing as zeros, agree on who took part.
-
-        Raises:
-            DmuonError: a rank found a gradient that cannot be reduced. Raised on every rank: here
-                where the host can read the flags, else by the next `ensure` after `clear`.
-        """
+        DmuonError, on every rank, as `_Flags.agree` raises it."""
         if not self.open:
             return  # nested backward calls (re-entrant checkpointing) each end once
         self.give_up([p for waiting in self._round.waiting for p in sorted(waiting)])
@@ -553,15 +542,9 @@ class GradientReducer:
 
     def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
         """Make sure that there is a round since `clear`, and none open, as `step` and clipping
-        need: a rank whose backward reached no parameter joins the others' here.
-
-        So does one where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may
-        have left gradients in ``p.grad`` for the next round.
-
-        Raises:
-            OwnershipError: a gradient was set after the round, and would be lost.
-            DmuonError: a rank found a gradient that cannot be reduced (see `finish`).
-        """
+        need: a rank whose backward reached no parameter joins the others' here, and so does one
+        where ``check`` raises, or a gradient that was set after the round would be lost, before it
+        raises that. ``accumulated``: a wrapper may have left gradients for the next round."""
         self.flags.raise_noted()
         flaw: DmuonError | None = None
         try:

@@ -123,11 +123,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """What comes to each of ``ranks``, which have equal shards, is sent to all of them.
-
-    In the buffer of an all-gather lie the blocks of updates of all, by the rank that had them
-    first. If a rank's own are all that came to it, they arrived there.
-    """
+    """What comes to each of ``ranks``, which have equal shards, is sent to all of them. In the
+    buffer of an all-gather lie the blocks of updates of all, by the rank that had them first. If a
+    rank's own are all that came to it, they arrived there."""
 
     ranks: Ranks
     others: Message  # the blocks of the others; ``splits`` are those of all

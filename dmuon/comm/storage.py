@@ -32,7 +32,7 @@ from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.pipeline import Copies
 from dmuon.comm.process_groups import ProcessGroups, attempt_in_all, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.transport import Meter, Work, wait_all
+from dmuon.comm.transport import Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
@@ -44,7 +44,6 @@ from dmuon.types import OwnershipError, State
 
 class _Weight:
     """One parameter, or the local tensor inside a `DTensor`: ``tensor``, whose data is switched.
-
     ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
     ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
     shown in use: a part of ``bucket`` from element ``start`` on.
@@ -158,10 +157,6 @@ class Layer:
         """Whether the parameters show the buffers."""
         return self.state not in (WeightState.FREED, WeightState.LAUNCHED)
 
-    def wait_published(self, meter: Meter) -> None:
-        """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
-        meter.wait("scatter", self.publishing)
-
     def use(self) -> None:
         wait_all(self.gathers)
         if not self.in_use:
@@ -206,11 +201,8 @@ def _exchanges(buckets: Sequence[_WeightBuffer], shards: int) -> list[list[Tenso
 def layers_of(
     root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
 ) -> dict[nn.Module, Layer]:
-    """The layers with at least one parameter, in registration order; the root's is the first.
-
-    ``chooses(name, module)`` replaces the default choice of modules. ``index`` gives the numbers of
-    the dedicated parameters by id.
-    """
+    """The layers with at least one parameter, in registration order, the root's first. ``chooses``
+    replaces the default choice of modules; ``index``: numbers of dedicated parameters by id."""
     if chooses is None:
         chosen = set(outermost_members(root)) - {root}
     else:
@@ -236,11 +228,9 @@ def layers_of(
 
 @dataclass(eq=False)
 class Storage:
-    """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
-
-    ``parameters`` are the planned ones, a list that is kept up to date. When it is made, or when
-    the model has left the meta device, what this rank keeps goes into buckets, and placeholders
-    take the place of the others.
+    """The dedicated parameters on one rank, in ``layers`` in the order of their modules. When it is
+    made, or when the model has left the meta device, what this rank keeps goes into buckets, and
+    placeholders take the place of the others. ``parameters``, the planned ones, is kept up to date.
     """
 
     slices: Slices
@@ -381,7 +371,7 @@ class Storage:
     @torch.no_grad()
     def launch(self, layer: Layer, phase: str) -> None:
         """Send the weights of a layer along the shards."""
-        layer.wait_published(self.process_groups.meter)
+        self.process_groups.meter.wait("scatter", layer.publishing)
         wait_all(layer.gathers)
         for bucket in layer.buckets:
             bucket.buffer.hold()
@@ -404,8 +394,9 @@ class Storage:
                 layer.publishing.append(work)
 
     def wait_published(self) -> None:
+        """Wait until this rank has the owners' new values of what it holds."""
         for layer in self.layers:
-            layer.wait_published(self.process_groups.meter)
+            self.process_groups.meter.wait("scatter", layer.publishing)
 
     # ---- direct reading ----------------------------------------------------------------------
 
@@ -499,12 +490,9 @@ class Storage:
         return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
 
     def load(self, found: Mapping[int, Tensor], flaws: Sequence[str]) -> None:
-        """Keep whole weights, by parameter, in whatever form; a collective call.
-
-        Raises:
-            RuntimeError: this rank has ``flaws``; nothing is changed.
-            ConsensusError: another one has, or other parameters.
-        """
+        """Keep whole weights, by parameter, in whatever form; a collective call. Nothing changes,
+        and this rank raises RuntimeError, if it has ``flaws``, ConsensusError if another one has,
+        or other parameters."""
 
         def check() -> list[str]:
             if flaws:

@@ -72,10 +72,8 @@ class Transport:
     def all_to_all(
         self, output: Tensor, source: Tensor, came: Sequence[int], sent: Sequence[int], *, tag: str
     ) -> Work:
-        """Send consecutive pieces of ``source`` to the ranks in order, and receive theirs.
-
-        Both are 1-D; ``sent[r]`` elements go to rank r, and ``came[r]`` come from it.
-        """
+        """Send consecutive pieces of ``source`` to the ranks in order, and receive theirs. Both are
+        1-D; ``sent[r]`` elements go to rank r, and ``came[r]`` come from it."""
         output.copy_(source)
         return Work()
 
@@ -208,9 +206,8 @@ class C10dTransport(Transport):
         parent: dist.ProcessGroup | None = None,
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """A collective call of ``ranks``, or of all ranks in ``partition``, of which ``ranks`` is a
-        part. ``parent``: a process group of all ranks that call, if there is one. OwnershipError
-        where torch would need ranks that do not call."""
+        """A collective call of ``ranks``, or of all in ``partition``, of which they are a part.
+        ``parent``: a process group of all callers. OwnershipError where torch needs others too."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         parts = [[*ranks]] if partition is None else [list(part) for part in partition]
         callers = sum(map(len, parts))
@@ -371,11 +368,7 @@ class C10dTransport(Transport):
 
     def begin(self, flaw: str | None) -> None:
         """The first call, of all ranks: release groups whose models are gone on all of them.
-
-        Raises:
-            OwnershipError: this rank has a flaw, which no collective could have told the others.
-            ConsensusError: another rank has one.
-        """
+        OwnershipError if this rank has a flaw, ConsensusError if another one has."""
         with self.located(_PLANNING):
             found = self._met(self._timeout_s or _PATIENCE_S, flaw)
         if flaw is not None:

@@ -54,10 +54,8 @@ def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
 
 
 def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
-    """Whether the Gram form converges with these restarts.
-
-    Rounding leaves R slightly indefinite; each step multiplies a negative eigenvalue by about a^2.
-    """
+    """Whether the Gram form converges with these restarts. Rounding leaves R slightly indefinite;
+    each step multiplies a negative eigenvalue by about a^2."""
     return all(0 < high - low <= _longest(dtype, steps) for low, high in _segments(restarts, steps))
 
 
@@ -138,9 +136,9 @@ def common_choice(
 ) -> tuple[torch.dtype, Speeds]:
     """One Newton-Schulz dtype and one `Speeds` for ranks that found these.
 
-    Each process measures for itself, so ranks may differ. But updates travel in the dtype, and
-    replicas of a shard take block steps on their own and need the same bits. Where dtypes differ,
-    it is float32; where backends differ, emulated products; else what favours plain products most.
+    Updates travel in the dtype, and replicas of a shard take block steps on their own and need the
+    same bits. Where dtypes differ, it is float32; where backends differ, emulated products; else
+    what favours plain products most.
 
     >>> one, other = Speeds("torch_strips", 3e5, 128), Speeds("torch_strips", 2e5, 256)
     >>> common_choice({(torch.float32, one), (torch.float32, other)}, "cpu")
@@ -216,10 +214,8 @@ def _check_backend(backend: str, device: Device, dtype: torch.dtype, rows: int) 
 
 @lru_cache(maxsize=1024)
 def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
-    """The products of a choice for matrices with ``rows`` rows (the short side).
-
-    Raises ValueError with the reason where it cannot run.
-    """
+    """The products of a choice for matrices with ``rows`` rows (the short side). ValueError with
+    the reason where it cannot run."""
     dtype: torch.dtype = getattr(torch, choice.dtype)
     _check_backend(choice.backend, device, dtype, rows)
     if choice.backend == "torch_rounded":
@@ -265,10 +261,8 @@ def fixed_choice(
     speeds: Speeds | None = None,
 ) -> KernelChoice:
     """The rule's choice for ``speeds`` (None: the fixed ones), as far as nothing else is given.
-
-    Raises ValueError for an unknown method or backend, for one that cannot run on this device, and
-    for restarts with which this dtype diverges.
-    """
+    ValueError for an unknown method or backend, for one that cannot run on this device, and for
+    restarts with which this dtype diverges."""
     restarts, safe = restarts_of(method), default_restarts(dtype, steps)
     if restarts is not None and not is_safe(restarts, dtype, steps):
         raise ValueError(
@@ -302,10 +296,8 @@ def candidates(
     speeds: Speeds | None = None,
 ) -> tuple[KernelChoice, ...]:
     """The choices that are worth measuring for m x n matrices, the rule's first: safe forms that
-    do not have clearly more to multiply, with each backend and tile of the device.
-
-    Raises ValueError as `fixed_choice` does.
-    """
+    do not have clearly more to multiply, with each backend and tile of the device. Errors as of
+    `fixed_choice`."""
     m, n = min(m, n), max(m, n)
     fixed = fixed_choice(m, n, dtype, device, steps, method, backend, speeds)
     forms = [(fixed.method, fixed.restarts)]
@@ -338,12 +330,10 @@ _speeds: dict[tuple[Device, torch.dtype, int, int], Speeds] = {}
 
 
 def measured_speeds(device: Device, dtype: torch.dtype, rows: int) -> Speeds:
-    """What this process measures of a CPU, once for each dtype and number of threads; the fixed
-    `Speeds` of other devices, where products are emulated, and in a compiled graph.
-
-    Products of ``rows`` x ``rows`` are the largest that matter. Sizes are timed from small to large
-    until two strips win, because then strips of as many rows win in larger ones.
-    """
+    """What this process measures of a CPU, once for each dtype and number of threads. Products of
+    up to ``rows`` x ``rows`` are timed from small to large until two strips win, because then
+    strips of as many rows win in larger ones. Fixed `Speeds` of other devices, where products are
+    emulated, and in a compiled graph."""
     if torch.compiler.is_compiling():
         return fixed_speeds(device, dtype)
     key = device, dtype, rows, torch.get_num_threads()

@@ -283,8 +283,7 @@ def prepared_slice(
     eps: float | None = None,
 ) -> Callable[[Tensor], Steps]:
     """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n; other ranks hold the other
-    columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration.
-    """
+    columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration."""
     b, m, _ = x.shape
     held = x if ops.held is None else take(tuple(x.shape), ops.held)
     spare = take(tuple(x.shape), held.dtype)

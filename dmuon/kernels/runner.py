@@ -107,9 +107,8 @@ class Orthogonalizer:
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
     captured as a graph the second time, and replayed from then on. Capturing waits for the device,
-    so `reserve` can do both. If a capture fails there is one warning, and all calls run eagerly.
-    ``capture`` records a function and returns what replays it; by default `Device.graphs`. A copy
-    has its own workspace and no graphs yet.
+    so `reserve` can do both. If ``capture`` (by default `Device.graphs`) fails there is one
+    warning, and all calls run eagerly. A copy has its own workspace and no graphs yet.
     """
 
     device: torch.device
@@ -148,9 +147,7 @@ class Orthogonalizer:
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
         cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
-        Nothing that was prepared before is valid afterwards.
-
-        Raises ValueError where a choice cannot run on this device.
+        Nothing that was prepared before is valid afterwards. ValueError where a choice cannot run.
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
@@ -201,11 +198,9 @@ class Orthogonalizer:
     def run_together(
         self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The results of a group of slices, until the next run, from norms of whole matrices.
-
-        While one waits for its co-owners the others go on, in rounds: in round r each begins its
-        r-th exchange, in the order of ``calls``. So exchanges have one order on all ranks.
-        """
+        """The results of a group of slices, until the next run, from norms of whole matrices. While
+        one waits for its co-owners the others go on, in rounds: in round r each begins its r-th
+        exchange, in the order of ``calls``. So exchanges have one order on all ranks."""
         try:
             runs = [self._slices[call.call, id(x)] for call, x in calls]
         except KeyError:  # other coefficients, or a copy
@@ -232,10 +227,7 @@ class Orthogonalizer:
 
     def run(self, call: Call, x: Tensor) -> Tensor:
         """The result of a call on ``x``, its `operand` or a contiguous tensor like it, which is
-        overwritten. The result is valid until the next run of this object.
-
-        Raises ValueError unless ``x`` has the shape of the call.
-        """
+        overwritten; valid until the next run. ValueError unless ``x`` has the shape of the call."""
         found = self._prepared.get((call, id(x))) or self._prepare(call, x)
         self._ran.setdefault(call.shape, {})[found.kernel] = None
         with found.range, no_autocast(self.device):
@@ -305,10 +297,8 @@ class Orthogonalizer:
         return normalize_and_run
 
     def choice(self, call: Call, is_slice: bool = False) -> KernelChoice:
-        """The choice that runs a call; for a slice always in the Gram form.
-
-        Raises ValueError where the options ask for what cannot run here.
-        """
+        """The choice that runs a call, for a slice in the Gram form; ValueError where the options
+        ask for what cannot run here."""
         steps = len(call.coefficients)
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)

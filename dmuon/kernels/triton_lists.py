@@ -209,10 +209,8 @@ def copy_kernel(
     TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``to[i, j] = source[i, j]``, where ``to`` has its rows together and ``source`` too, or, where
-    ``TURNED``, its columns.
-
-    A tile is loaded in one order and stored in the other, so that both are whole lines of memory.
-    """
+    ``TURNED``, its columns. A tile is loaded in one order and stored in the other, so that both are
+    whole lines of memory."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     rows = _entry(table_ptr, 0, count, tensor, ALIGNED)
@@ -285,19 +283,12 @@ def _of(values: Tensor, some: list[int]) -> Tensor:
     return values.index_select(0, index[0])
 
 
-def _settings(momentum: float, weight: float, mode: str, nesterov: bool) -> dict[str, Any]:
-    numbers = {"momentum": float(momentum), "weight": float(weight)}
-    return numbers | {"EMA": mode == "ema", "NESTEROV": bool(nesterov)}
-
-
 def norms(
     buffers: Sequence[Tensor], grads: Sequence[Tensor], working: torch.dtype, **how: Any
 ) -> Tensor:
     """The norms of operands and of gradients, ``[2, n]`` in float64: not finite where one is not.
-
     ``working`` is the dtype of computing, to which operands and momentum are rounded. ``how``:
-    ``momentum``, ``weight`` (of the gradient), ``mode`` and ``nesterov``.
-    """
+    ``momentum``, ``weight`` (of the gradient), EMA and NESTEROV."""
     device = buffers[0].device
     found = torch.zeros(2, len(buffers), dtype=torch.float64, device=device)
     with of(device).current():
@@ -306,7 +297,7 @@ def norms(
             held, grad = (_TYPES[tensors[some[0]].dtype] for tensors in (buffers, grads))
             norms_kernel[(len(some) * parts,)](
                 table, sums, len(some), parts, HELD=held, GRAD=grad, WORKING=_TYPES[working],
-                **_settings(**how), **options,
+                **how, **options,
             )  # fmt: skip
             values = sums.sum(2).sqrt_()
             if len(some) == len(buffers):
@@ -329,7 +320,7 @@ def advance(
                 table, table if scales is None else _of(scales, some), *_mask(stays, some, table),
                 len(some), parts, HELD=held, GRAD=grad, OUT=to, WORKING=_TYPES[working],
                 HAS_OUT=out is not None, HAS_STAYS=stays is not None,
-                **_settings(**how), **options,
+                **how, **options,
             )  # fmt: skip
 
 

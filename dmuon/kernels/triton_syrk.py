@@ -105,11 +105,9 @@ _HOPPER_ONLY = TILES[1]
 
 
 def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
-    """The tiles that are worth timing on a GPU of this compute capability.
-
-    With a second result none of them spills registers there where sizes and strides are multiples
-    of 16, in the versions of Triton that are tested. Other sizes are right, but slower.
-    """
+    """The tiles that are worth timing on a GPU of this compute capability: with a second
+    result none spills registers there where sizes and strides are multiples of 16, in the versions
+    of Triton that are tested. Other sizes are right, but slower."""
     if dtype == torch.float32:
         return TILES_FLOAT32
     return tuple(tile for tile in TILES if capability[0] == 9 or tile != _HOPPER_ONLY)

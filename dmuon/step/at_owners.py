@@ -34,10 +34,8 @@ from dmuon.types import OwnershipError
 
 
 class OwnerState:
-    """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
-
-    ``with_masters``: with float32 masters of lower precision. Stacks are by name and first matrix.
-    """
+    """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly. ``with_masters``: with float32
+    masters of lower precision. Stacks are by name and first matrix."""
 
     def __init__(
         self, runtime: OwnersRuntime, dtypes: Sequence[torch.dtype], with_masters: bool
@@ -96,9 +94,7 @@ class OwnerState:
 
 def _by_rate(h: rules.Hyper, unit: Unit, where: Sequence[int]) -> list[tuple[float, Sequence[int]]]:
     """The adjusted learning rates of matrices at positions of a unit: (rate, numbers in ``where``).
-
-    A matrix's own rows and columns count, whichever way its slot holds it.
-    """
+    A matrix's own rows and columns count, whichever way its slot holds it."""
     plain, turned = h.adjusted(unit.rows, unit.cols), h.adjusted(unit.cols, unit.rows)
     if plain == turned:
         return [(plain, range(len(where)))]

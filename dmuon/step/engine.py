@@ -241,12 +241,10 @@ class Engine(ABC):
     def _adamw_step(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], stays: Tensor | None
     ) -> None:
-        """Update parameters of a param group by the local parts of their gradients.
-
-        In torch's fused form, one call that reads nothing back, and leaves all as it is where
-        ``stays`` (0-d, float32) is not zero. Or as torch does it on a CPU, bit for bit, in pieces
-        that stay in its caches: its fused form rounds an element as its place in a vector is.
-        """
+        """Update parameters of a param group by the local parts of their gradients: in torch's
+        fused form, one call that reads nothing back, and leaves all as it is where ``stays`` (0-d,
+        float32) is not zero; or as torch does it on a CPU, bit for bit, in pieces that stay in its
+        caches."""
         own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
         (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
         decay = group["weight_decay"] if decay is None else decay
@@ -561,10 +559,8 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
 
 @dataclass(eq=False, repr=False)
 class KeptByRules:
-    """What variants keep of each matrix, with its owner; nothing where all groups are plain.
-
-    Where several groups of ranks hold copies of a parameter, each copy has its own owners.
-    """
+    """What variants keep of each matrix, with its owner; nothing where all groups are plain. Where
+    several groups of ranks hold copies of a parameter, each copy has its own owners."""
 
     _rules: Sequence[Rule]
     _group_of: Sequence[int]
@@ -664,11 +660,8 @@ def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Ten
 
 @torch.no_grad()
 def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> None:
-    """Make the state of ``p`` if there is none.
-
-    The keys are those of `torch.optim.AdamW` and, with ``master_weights``, a float32
-    "master_weight" for parameters of lower precision.
-    """
+    """Make the state of ``p`` if there is none: `torch.optim.AdamW`'s and, with ``master_weights``,
+    a float32 "master_weight" for parameters of lower precision."""
     entry = state[p]
     if "step" in entry:
         return

@@ -71,11 +71,9 @@ class _Arrivals:
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``shape`` is that of
-    whole matrices, ``numbers`` [b] say where their norms are, which co-owners need.
-
-    Of one that is made and applied here alone, ``parts`` are (first position, part). ``lr_ratio``:
-    that of blocks in a block step.
-    """
+    whole matrices, ``numbers`` [b] say where their norms are, which co-owners need. Of one that is
+    made and applied here alone, ``parts`` are (first position, part). ``lr_ratio``: that of blocks
+    in a block step."""
 
     unit: Unit
     index: Tensor
@@ -430,13 +428,12 @@ class ParamsEngine(Engine):
     def _pass(
         self, operands: AnyOperands, grads: Sequence[Tensor], norms: Tensor, bad: Tensor | None
     ) -> Pass:
-        """What `operands.write` needs. Raw operands lie there already, and are masked at once."""
-        if self._are_raw:
-            assert isinstance(operands, Operands)
-            if bad is not None:
-                operands.mask(bad)
-            return Pass(grads, self._hypers, None, bad)
-        return Pass(grads, self._hypers, operands.scales(norms, self._hypers), bad)
+        """What `operands.write` needs; those that are kept are masked at once."""
+        scales = None if self._are_raw else operands.scales(norms, self._hypers)
+        if bad is not None and isinstance(operands, Operands):
+            operands.mask(bad)
+            scales = None if scales is None else scales.masked_fill_(bad, 0.0)
+        return Pass(grads, self._hypers, scales, bad)
 
     def _fill(self, now: Pass, bucket: int) -> None:
         """The operands of a bucket to where it leaves from, unless they are there."""
@@ -513,7 +510,8 @@ class ParamsEngine(Engine):
         runtime, found = self._runtime, []
         for u, stack in stacks:
             unit, ranks = runtime.units[u], runtime.units[u].co_owners
-            peers = Peers(runtime.index_among(ranks), len(ranks), partial(runtime.exchange, ranks))
+            exchange = partial(runtime.exchange, ranks)
+            peers = Peers(ranks.index(self._rank), len(ranks), exchange)
             found.append((SliceCall(self._call(unit), peers, unit.split), stack))
         return found
 
@@ -602,7 +600,7 @@ class ParamsEngine(Engine):
 
         "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`; "operands" not
         on an accelerator), and so are "newton_schulz", the workspace of `Orthogonalizer`, and
-        "commit", the copy of a chunk of momentum that masks take. Of the others one is alive at a
+        "commit", a chunk of momentum in the dtype of computing. Of the others one is alive at a
         time, on a CPU: "norms" for wider copies of half-precision blocks whose norms are taken,
         "products" within Newton-Schulz, "transposes" for a part of a tall matrix, "updates" for a
         few of them in the dtype of their weights (three times that with cautious decay, and with

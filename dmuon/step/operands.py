@@ -21,7 +21,7 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import finite_norms, into_range, norms_into, scale_all, scale_into, squares_fit
+from dmuon.tensors import finite_norms, into_range, norms_into, scale_into, squares_fit
 from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
@@ -41,12 +41,9 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What this rank holds of matrix ``matrix``, of param group ``group``.
-
-    ``index`` takes it out of the local part of its parameter (None: it is all of it). ``rows`` and
-    ``cols`` are its own; ``is_whole`` says that they are the matrix's. ``counts``: among the
-    replicas of the matrix, this rank's is the one that sends.
-    """
+    """What this rank holds of a matrix: ``index`` takes it out of the local part of its parameter
+    (None: it is all of it). ``rows`` and ``cols`` are its own; ``is_whole`` says that they are the
+    matrix's. ``counts``: among the replicas of the matrix, this rank's is the one that sends."""
 
     matrix: int
     parameter: int
@@ -80,12 +77,10 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
 
 
 class BlockState:
-    """Blocks with views of weights and momentum, lists in the order of ``blocks``.
-
-    With ``masters`` ``targets`` are float32 weights behind parameters of lower precision, which
-    follow them (see `rule.follow_weights`). ``dtypes`` gives `rule.momentum_dtypes` of a matrix;
-    ``working`` has the second of each block.
-    """
+    """Blocks with views of weights and momentum, lists in the order of ``blocks``. With ``masters``
+    ``targets`` are float32 weights behind parameters of lower precision, which follow them (see
+    `rule.follow_weights`). ``dtypes`` gives `rule.momentum_dtypes` of a matrix; ``working`` has the
+    second of each block."""
 
     def __init__(
         self,
@@ -183,7 +178,6 @@ class BlockState:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Blocks ``blocks`` of one param group, computed in one dtype, which are worked on together.
-
     ``operands`` are their views of the workspace. ``runs`` are equal blocks that follow each other:
     (first position, all their operands ``[count, numel]``). None of both for blocks without one.
     """
@@ -242,10 +236,8 @@ class _InOrder:
 
 
 class Operands(_InOrder):
-    """The operands of Newton-Schulz, kept in a workspace.
-
-    Where computing needs another dtype, an operand is made in the copy of a chunk, and cast.
-    """
+    """The operands of Newton-Schulz, kept in a workspace. Where computing needs another dtype, an
+    operand is made in the copy of a chunk, and cast."""
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
@@ -328,10 +320,16 @@ class Operands(_InOrder):
             self._both[1].narrow(0, first, len(some)).copy_(finite_norms(some))
         return super().gradient_square(grads)
 
+    def _stays(self, bad: Tensor | None) -> list[bool]:
+        """What a mask says of each position; the host can read it here."""
+        count = len(self.order)
+        return [False] * count if bad is None else bad.expand(count).tolist()
+
     def mask(self, bad: Tensor) -> None:
         """Zeros where a mask, by position or one for all, is true."""
-        for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
-            mask(flat, bad, first)
+        for n, stays in enumerate(self._stays(bad)[: self._count]):
+            if stays:
+                self.stack(n, n + 1).zero_()
 
     def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
         """Of what leaves from these positions on by way of a flat buffer."""
@@ -340,39 +338,34 @@ class Operands(_InOrder):
         return [(n, view.view(stack.shape)) for (n, stack), view in zip(stacks, views, strict=True)]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """Scaled operands to where they leave, zeros where bad; without scales as they are."""
+        """Scaled operands to where they leave; without scales as they are."""
         first, to = outlet
         assert isinstance(to, Tensor)
         source = self.stack(first, first + len(to))
         if now.scales is None:
             to.copy_(source)
-            return
-        scale_into(to, source, now.scales.narrow(0, first, len(source)))
-        if now.bad is not None:
-            mask(to, now.bad.to(to.device), first)
+        else:
+            scale_into(to, source, now.scales.narrow(0, first, len(source)))
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
         """Advance the momentum, but not where ``bad``, a bool or one by position, is true."""
+        stays = self._stays(bad)
         for number, chunk in enumerate(self._chunks):
+            some = [n for n in range(len(chunk.blocks)) if not stays[chunk.first + n]]
+            if not some:
+                continue
             rule, hyper = self._rules[chunk.group], hypers[chunk.group]
-            buffers = [self._state.momentum[k] for k in chunk.blocks]
-            found = [grads[k] for k in chunk.blocks]
+            buffers = [self._state.momentum[chunk.blocks[n]] for n in some]
+            found = [grads[chunk.blocks[n]] for n in some]
             if any(grad.dtype is not chunk.dtype for grad in found):
                 found = [grad.to(chunk.dtype) for grad in found]
-            if bad is None and buffers[0].dtype is chunk.dtype:
+            if buffers[0].dtype is chunk.dtype:
                 rule.advance(buffers, found, hyper)
                 continue
-            runs, copies = self.copies[number]
+            copies = [self.copies[number][1][n] for n in some]
             torch._foreach_copy_(copies, buffers)
             rule.advance(copies, found, hyper)
-            if bad is None:
-                torch._foreach_copy_(buffers, copies)
-                continue
-            for first, stack in runs:
-                mask(stack, bad, first)
-            # By one or by zero, which is exact.
-            scale_all(buffers, at(bad, chunk.first, len(buffers)).float())
-            torch._foreach_add_(buffers, copies)
+            torch._foreach_copy_(buffers, copies)
 
     @cached_property
     def copies(self) -> list[tuple[list[tuple[int, Tensor]], list[Tensor]]]:
@@ -390,12 +383,10 @@ class Operands(_InOrder):
 
 
 class PassingOperands(_InOrder):
-    """`Operands` where the host cannot read from the device: none is kept.
-
-    `fill` reads momentum and gradients for the norms alone. Once the verdict is there, `write`
-    reads them again, advances the momentum and writes scaled operands to where they leave from.
-    So nothing is stored that may be called off, and `commit` is for ``others``.
-    """
+    """`Operands` where the host cannot read from the device: none is kept. `fill` reads momentum
+    and gradients for the norms alone. Once the verdict is there, `write` reads them again, advances
+    the momentum and writes scaled operands to where they leave from. So nothing is stored that may
+    be called off, and `commit` is for ``others``."""
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
@@ -457,12 +448,6 @@ class PassingOperands(_InOrder):
             scales=None if now.scales is None else now.scales.narrow(0, first, count),
             stays=at(now.bad, first, count),
         )
-
-
-def mask(stack: Tensor, bad: Tensor, first: int) -> None:
-    """Zero the blocks from position ``first`` on that are bad: a bool, or one by position."""
-    own = at(bad, first, len(stack))
-    stack.masked_fill_(own.view(-1, *(1,) * (stack.ndim - 1)) if own.ndim else own, 0.0)
 
 
 def at(bad: Bad, first: int, count: int) -> Bad:

@@ -74,11 +74,7 @@ class Verifier:
         return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
 
     def judge(self, found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
-        """Exchange what was found; a collective call.
-
-        Raises:
-            CorruptionError: on every rank, if any stores a wrong weight.
-        """
+        """Exchange what was found; CorruptionError, on every rank, if any stores a wrong weight."""
         parts: dict[int, dict[Box, dict[int, Finding]]] = {}
         for rank, report in enumerate(transport.gather_objects(found)):
             for part in report:

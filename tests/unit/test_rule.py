@@ -283,7 +283,7 @@ def test_list_kernels_get_the_groups_settings_and_what_suits_them(noted):
     stays, scales = torch.tensor([False, False, True]), torch.tensor([0.5, 2.0, 1.0])
     how = {"scales": scales, "stays": stays}
     RULE.advance_into(outs, buffers, grads, SGD, torch.float32, **how)
-    settings = {"momentum": 0.9, "weight": 0.75, "mode": "sgd", "nesterov": False}
+    settings = {"momentum": 0.9, "weight": 0.75, "EMA": False, "NESTEROV": False}
     assert noted.seen == [
         (name, [torch.Size([6, 9])], torch.float32, settings) for name in ("norms", "advance")
     ]
