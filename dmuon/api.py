@@ -48,16 +48,7 @@ from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
-from dmuon.types import (
-    DmuonError,
-    Heads,
-    KernelChoice,
-    Layout,
-    OwnershipError,
-    PlanError,
-    Select,
-    Splits,
-)
+from dmuon.types import Heads, KernelChoice, Layout, OwnershipError, PlanError, Select, Splits
 
 Options = config.DedicatedOptions | config.ReplicatedOptions | config.ShardedOptions
 
@@ -71,8 +62,8 @@ _OPTIONS: dict[Layout, type[Options]] = {
 @dataclass(frozen=True)
 class Given:
     """The model to plan, or the named parameters of an optimizer, whose specs ``routed`` gives and
-    whose module may be known too. ``before``: the ownership that is to be replaced. ``sizes`` gives
-    the bytes of the optimizer's state, as far as it is known."""
+    whose module may be known too. ``before``: the ownership that is replaced. ``sizes``: the bytes
+    of the optimizer's state, as far as known."""
 
     model: nn.Module | None
     named: dtensors.Named | None = None
@@ -102,8 +93,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `dedicate_params` beside the model, and the Newton-Schulz dtype of the
-    optimizer that plans."""
+    """The arguments of `dedicate_params`, and the Newton-Schulz dtype of the optimizer."""
 
     layout: str = "auto"
     select: Select | None = None
@@ -137,27 +127,24 @@ def dedicate_params(
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
     A collective call: every rank of ``mesh`` calls it with the same model and arguments. Without a
-    mesh these are, in the `sharded` layout, the ranks of the model's largest mesh, with
-    `DistributedDataParallel` those of its process group, otherwise all ranks; without
-    `torch.distributed`, this process alone. A plain module, and in the `dedicated` layout any
-    module, starts from the weights of the mesh's first rank; others keep their own.
+    mesh: those of the model's largest mesh (`sharded`), of `DistributedDataParallel`, else all. A
+    plain module, and in the `dedicated` layout any module, starts from the weights of the mesh's
+    first rank; others keep their own.
 
     Args:
         layout: "sharded" for a model with `DTensor` parameters (FSDP2, HSDP, tensor and expert
-            parallelism: shard it before this call), "replicated" for a plain module or
-            `DistributedDataParallel`; "auto" looks at the parameters. "dedicated": only its owner
-            stores a matrix. Ask for it before ``fully_shard(..., ignored_params=
-            own.dedicated_params)``, or on a plain module, also one on the meta device; a mesh of
-            two axes is then (replicate, shard), besides axes of tensor parallelism.
+            parallelism), "replicated" for a plain module or `DistributedDataParallel`; "auto" looks
+            at the parameters. "dedicated": only its owner stores a matrix. Ask for it before
+            ``fully_shard(..., ignored_params=own.dedicated_params)``, or on a plain module, also on
+            the meta device; a mesh of two axes, besides tensor parallelism, is (replicate, shard).
         options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, as the layout is.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
             several matrices of a fused parameter (docs/routing.md).
         heads: name pattern -> number of equal pieces; each is a matrix.
-        costs: "measured" chooses kernels on the first rank and times each shape with them on all
-            ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
-            in a cache), "analytic" estimates it for this device, "analytic:<device>" for another
-            (docs/costs.md); or the path of a cost table, or a `CostTable`.
+        costs: "measured" chooses kernels and times each shape (at most ``kernels.tune_budget_s``
+            and ``planner.profile_budget_s`` seconds; kept in a cache), "analytic" estimates it for
+            this device, "analytic:<device>" another (docs/costs.md); or a `CostTable`, or its path.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
         kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
@@ -165,9 +152,8 @@ def dedicate_params(
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: the arguments or the model do not fit, or several processes were launched and no
-            process group was made. Raised on every rank, on the ranks without the mistake as
-            ConsensusError.
+        ValueError: the arguments or the model do not fit, or several processes were launched and
+            there is no process group. Raised on every rank, as ConsensusError without the mistake.
     """
     request = Request(
         layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
@@ -188,8 +174,7 @@ def plan_given(given: Given, request: Request) -> Ownership:
     transport = _transport(mesh, given.ddp, timeout_s, dtensors.flaw_of_device(named))
 
     at = mesh, transport.world, [p for _, p in named], given.ddp, request.planner
-    # Never compiled: what is timed is what runs. Where nobody has loaded the compiler it is not
-    # loaded for this, which takes seconds.
+    # Never compiled: what is timed is what runs. Loading the compiler for this would take seconds.
     is_loaded = "torch._dynamo" in sys.modules
     plan_on_all = torch.compiler.disable(assemble) if is_loaded else assemble
     topology = partial(mesh_topology, *at)
@@ -225,8 +210,7 @@ def assemble(
     topology: Callable[[], Topology],
     new_group: process_groups.NewGroup | None = None,
 ) -> Ownership:
-    """`dedicate_params` over a given transport, closed on failure; ``new_group`` makes those of the
-    process groups beside it, instead of `Transport.subgroup`."""
+    """`dedicate_params` over a given transport, closed on failure; ``new_group`` opens others."""
     opened, began = [transport], time.perf_counter()
     what = given.caller
     if given.before is not None:
@@ -334,9 +318,8 @@ def _with_slices(
 
 @dataclass
 class _Found:
-    """What is planned, and how. ``held``: what this rank holds of each parameter, in the layouts
-    that look at it. ``reports``, ``shards`` and ``limits`` follow from that of all ranks; ``plan``
-    is one that is used again."""
+    """What is planned, and how. ``reports``, ``shards`` and ``limits`` follow from what each rank
+    ``held`` of the parameters, in the layouts that look at it; ``plan`` is used again."""
 
     given: Given
     request: Request
@@ -469,22 +452,22 @@ def _layout(request: Request, given: Given) -> Layout:
     """The layout, "auto" resolved, when the model and the options are of it."""
     known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
-        raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
+        raise OwnershipError(f"layout must be one of {known}, found {request.layout!r}")
     distributed = next((n for n, p in given.trainable() if dtensors.is_distributed(p)), None)
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
     if layout is Layout.REPLICATED and distributed is not None:
-        raise DmuonError(
+        raise OwnershipError(
             f"layout='replicated' but parameter {distributed!r} is a DTensor: use layout='sharded'"
         )
     if layout is Layout.SHARDED and given.ddp is not None:
-        raise DmuonError(
+        raise OwnershipError(
             "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
             "in fully_shard (HSDP), or use layout='replicated'"
         )
     if layout is Layout.SHARDED and distributed is None:
-        raise DmuonError(
+        raise OwnershipError(
             "layout='sharded' but no parameter is a DTensor: call fully_shard or "
             "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
         )
@@ -629,8 +612,7 @@ def _planner(found: _Found) -> config.PlannerOptions:
 def _runtime(
     found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
 ) -> LayoutRuntime:
-    """The machinery of the layout, without hooks. First what is a collective call, then what may
-    fail on one rank alone."""
+    """The machinery of the layout: first collective calls, then what may fail on one rank alone."""
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
@@ -661,9 +643,6 @@ def _runtime(
             process_groups.start_from_first(zip(map(dtensors.local_tensor, tensors), among))
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
     return attempt_in_all([transport], made, what="dmuon.dedicate_params")
-
-
-# ---- the ranks that plan and train together ----------------------------------------------
 
 
 def _transport(

@@ -66,25 +66,24 @@ _LOG = logging.getLogger("dmuon")
 class Muon(Optimizer):
     """Muon on the matrices of a model, AdamW on everything else.
 
-    ``lr`` to ``adjust_lr_fn`` mean what they mean in `torch.optim.Muon`; two defaults differ:
-    Polar Express coefficients, and "match_rms_adamw". With these an AdamW learning rate carries
-    over as a safe start; the best one is often 2 to 5 times higher (docs/learning-rate.md).
+    ``lr`` to ``adjust_lr_fn`` are those of `torch.optim.Muon`; two defaults differ: Polar Express,
+    and "match_rms_adamw", with which an AdamW learning rate carries over as a safe start; the best
+    one is often 2 to 5 times higher (docs/learning-rate.md).
 
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
     parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
     others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
     Call `dmuon.dedicate_params(model)` before to look first, or for another layout.
 
-    ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
-    need: those of `torch.optim.Muon` for matrices, those of `torch.optim.AdamW` for others. A group
-    with both has Muon's and ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and
-    ``adamw_lr_ratio``, AdamW's learning rate over ``lr``.
+    ``param_groups`` are the groups that were given, with the hyperparameters of `torch.optim.Muon`
+    for matrices, of `torch.optim.AdamW` for others. A group with both has Muon's and
+    ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and ``adamw_lr_ratio`` (over ``lr``).
 
     Args:
-        params: a module (also in `DistributedDataParallel`), or what other optimizers take:
-            parameters, (name, parameter) pairs, or group dicts of either. The live module that
-            holds a parameter says how it is updated, or its name where there is none. A group
-            may say ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``), which wins.
+        params: a module (also in `DistributedDataParallel`), parameters, (name, parameter) pairs,
+            or group dicts of either. The live module that holds a parameter says how it is updated,
+            or its name where there is none; ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``)
+            of its group wins.
         lr: a number, or a tensor of one element, which `step` reads.
         adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
             ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
@@ -93,36 +92,32 @@ class Muon(Optimizer):
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
         period: MuonBP (`sharded` layout only, docs/muonbp.md). An integer P takes a full step where
             the step count, from 0, is a multiple of P, and block steps between: each rank
-            orthogonalizes what it holds, without any traffic. `math.inf` never takes a full step; a
+            orthogonalizes what it holds, without any traffic. `math.inf`: block steps only; a
             function of the step count gives a period that changes, as `LinearPeriod` does.
-        block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
-            of the block; in theory between 1 and one over the root of the number of blocks.
+        block_lr_ratio: multiplies the learning rate of block steps; in theory between 1 and one
+            over the root of the number of blocks.
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
             "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
             ranks differ.
         publish: "sync": after `step` weights are current (on CUDA the current stream waits).
-            "async" returns while updates travel; then weights are current in a forward pass, in
-            `state_dict` and after `synchronize`.
+            "async" returns earlier; they are in forward, in `state_dict` and after `synchronize`.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
         nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
             parameters of the model, with a warning that names the first matrices (on an
             accelerator at the next step), and count it in `stats`; or "raise". Block steps skip
             the blocks with such gradients, and "raise" waits for the next full step.
-        verify_every: after every so many steps each rank recomputes the updates of some matrices
-            and compares what it stores; silent corruption raises on every rank
-            (docs/reliability.md).
-        variant: a change of orthogonalized matrices before they are applied: "normuon" (rows of
-            equal size by a second moment per row, arXiv 2510.05491) or an instance of a subclass of
-            `dmuon.Rule` (docs/variants.md). Per group.
+        verify_every: after so many steps each rank recomputes the updates of some matrices and
+            compares what it stores; corruption raises on every rank (docs/reliability.md).
+        variant: a change of orthogonalized matrices: "normuon" (a second moment per row, arXiv
+            2510.05491) or an instance of a subclass of `dmuon.Rule` (docs/variants.md). Per group.
         cautious_weight_decay: decay only the elements that the update shrinks as well (arXiv
             2510.12402). Per group; matrices only.
         momentum_dtype: "bfloat16" keeps momentum of float32 weights in half of the memory; it is
             advanced in their dtype. None: that of the weights, float32 with masters. Per group.
         adamw_lr: for AdamW's parameters; None means ``lr``.
         adamw_weight_decay: for AdamW's parameters; None means ``weight_decay``.
-        dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
-            ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
+        dedicate: how it plans, as in `dmuon.dedicate_params`: ``{"heads": {"*.qkv.weight": 12}}``.
         betas: ``adamw_betas``, as `torch.optim.AdamW` calls them.
         others: keywords of other optimizers: a value that is False or None, such as
             ``foreach=False``, is ignored.
@@ -130,15 +125,14 @@ class Muon(Optimizer):
     Raises:
         TypeError: a hyperparameter is of a wrong type, or there is no such keyword.
         ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
-            names tell what they are, or they do not fit the ownership. Errors of planning are
-            raised at the first step, on every rank; there, too, if several processes were launched
-            and no process group was made.
+            names tell what they are, or they do not fit the ownership. Errors of planning, such as
+            a launch without a process group, are raised at the first step, on every rank.
     """
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`. It takes no
-        closure, so inside one there is no scaler, and Lightning may clip the gradients there."""
+        """Makes `torch.amp.GradScaler` leave its scale and verdict to `step`; not in a closure,
+        which it never takes and where Lightning may clip the gradients."""
         return not self._run.in_closure
 
     def __init__(
@@ -216,8 +210,7 @@ class Muon(Optimizer):
         period: Period,
         dedicate: Mapping[str, Any] | None,
     ) -> list[Group]:
-        """The param groups, when everything is right. Not a collective call: what must be alike on
-        all ranks is compared when engines are made."""
+        """The param groups, checked. Not a collective call: `_bind` compares ranks."""
         run = self._run
         run.groups.defaults = muon.group(), adamw.group()
         config.checked(config.SWITCH_RULES, run.switches)
@@ -250,8 +243,7 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups[-1:])
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The named parameters in the groups. Reads groups that were appended before planning, as
-        Lightning's `BaseFinetuning` does."""
+        """The named parameters. Reads groups that Lightning's `BaseFinetuning` has appended."""
         run = self._run
         added = self.param_groups[len(run.groups.names) :]
         if added and not run.engines:
@@ -312,8 +304,7 @@ class Muon(Optimizer):
         return ownership
 
     def _refusal(self) -> Exception | None:
-        """The error of ``param_groups``, if a scheduler or a user has set something wrong;
-        `NewParameters` if this step has to plan again, or the error if it cannot."""
+        """The error of ``param_groups``, if any; `NewParameters` if this step has to plan again."""
         run = self._run
         assert run.accepted is not None
         try:
@@ -378,8 +369,7 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        # Of all ranks; the speeds decide where no plan names a kernel. They are fixed ones, so that
-        # a run that is resumed has the bits of one that went on.
+        # Fixed speeds decide where no plan names a kernel, so that a resumed run has the same bits.
         device = ownerships[0].runtime.device
         mine = resolve_ns_dtype(run.switches["ns_dtype"], device)
         asked = mine, choice.fixed_speeds(device, mine)
@@ -398,8 +388,7 @@ class Muon(Optimizer):
             for o in ownerships:
                 on_params = isinstance(o.runtime, ParamsRuntime)
                 kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
-                how = o.runtime.device, ns_dtype, o.asked.kernels
-                kernels = Orthogonalizer(*how, speeds=speeds)
+                kernels = Orthogonalizer(o.runtime.device, ns_dtype, o.asked.kernels, speeds=speeds)
                 run.engines.append(kind(o.runtime, o.telemetry, kernels, self, settings))
             run.ownerships, run.accepted = ownerships, accepted
             self._note_progress(self.param_groups)
@@ -426,8 +415,7 @@ class Muon(Optimizer):
             warnings.warn(flaw, RuntimeWarning, stacklevel=3)
 
     def _completed_for(self, ownerships: Sequence[Ownership]) -> list[Group]:
-        """The groups with the hyperparameters that their planned parameters need, if they and all
-        settings fit these ownerships. Not a collective call."""
+        """The groups with the hyperparameters that their planned parameters need, checked."""
         run, groups = self._run, self._run.groups
         for ownership in ownerships:
             if ownership.runtime.units:
@@ -453,8 +441,7 @@ class Muon(Optimizer):
     def _state_sizes(
         self, specs: ModelSpecs, parameters: Iterable[Tensor], groups: Sequence[Group]
     ) -> StateSizes:
-        """Bytes of the state of ``parameters``, in the order of the specs, in param groups of these
-        hyperparameters."""
+        """Bytes of the state of ``parameters`` (in the order of the specs) in these groups."""
         masters = self._run.switches["master_weights"]
         group_of = {p: full for g, full in zip(self.param_groups, groups) for p in g["params"]}
         own = [group_of.get(p, {}) for p in parameters]
@@ -466,8 +453,7 @@ class Muon(Optimizer):
         return StateSizes(tuple(per_element), tuple(at_owners))
 
     def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
-        """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""
-        # A rank may have a placeholder where another has the weight.
+        """In lines, what must be alike on all ranks; logical shapes, because of placeholders."""
         shapes = {p: spec.shape for p, (spec, _) in _planned(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]
@@ -504,10 +490,9 @@ class Muon(Optimizer):
             TypeError, ValueError: a hyperparameter in ``param_groups`` is wrong, or groups or
                 parameters are not those that were planned; nothing has changed.
             ConsensusError: that is so on another rank, or ranks take full steps at different step
-                counts. Told in a full step (on an accelerator at the next `step`); where owners
-                have the gradients, if it was so at the end of backward. Otherwise (in a block
-                step, or changed between backward and `step`) the other ranks wait for that rank
-                until the next collective times out.
+                counts. Told in a full step (on an accelerator at the next `step`), where owners
+                have the gradients only if it was so at the end of backward; otherwise the other
+                ranks wait for that rank until the next collective times out.
         """
         run = self._plan()
         if closure is None and self._makes_state_only():
@@ -572,8 +557,7 @@ class Muon(Optimizer):
             raise refusal
 
     def _makes_state_only(self) -> bool:
-        """Whether this is torch's `get_state_dict`, which makes the state of an optimizer by a
-        first step with an lr of 0 and gradients of 0. Then a collective call."""
+        """Whether all ranks make the step of torch's `get_state_dict`: lr and gradients are 0."""
         run, groups = self._run, self.param_groups
         if run.schedule.t or any(float(group.get("lr", 1.0)) for group in groups):
             return False
@@ -609,11 +593,8 @@ class Muon(Optimizer):
 
     @property
     def ownership(self) -> Ownership:
-        """Who owns which matrix. Plans where that has not been done, which is a collective call.
-
-        Raises:
-            OwnershipError: the parameters have several ownerships.
-        """
+        """Who owns which matrix; OwnershipError if the parameters have several ownerships. Plans
+        where that has not been done, which is a collective call."""
         found = self._plan().ownerships
         if len(found) > 1:
             raise OwnershipError(
@@ -717,10 +698,9 @@ class Muon(Optimizer):
         """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it, of whole parameters.
 
         In `replicated` the whole state, on any rank; in `sharded` distributed like the parameters;
-        no collective call. Where momentum lies with owners (``reduce_to_owner``, `dedicated`) a
-        collective call, which gives it distributed by rows; with a ``variant`` that keeps something
-        it is one in every layout. `torch.distributed.checkpoint.save`
-        saves what is distributed, and it loads into any layout (docs/checkpoints.md).
+        where momentum lies with owners (``reduce_to_owner``, `dedicated`) by rows, which is a
+        collective call, as with a ``variant`` that keeps something. What is distributed
+        `torch.distributed.checkpoint` saves, and loads into any layout (docs/checkpoints.md).
 
         Raises:
             OwnershipError: momentum lies with owners, and another rank does not make this call.
@@ -745,13 +725,11 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore what `state_dict` gave, in this layout or another, bit for bit where the
-        precision is the same. A collective call, except before planning: then the state is kept
-        until there is a plan.
+        precision is the same. A collective call, but not before planning, until which it is kept.
 
         A list of the states of several optimizers that had these parameters between them, such as
-        ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`, gives momentum and moments, by
-        the names of the parameters or (without names) in their order; hyperparameters stay as they
-        are here.
+        ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`, gives momentum and moments by
+        name or (without names) in order; hyperparameters stay as they are here.
 
         Raises:
             OwnershipError: it is no optimizer's state, another model's, or has a wrong value;
@@ -771,8 +749,7 @@ class Muon(Optimizer):
         for transport in transports:
             transport.meet(what)
         saved = attempt_in_all(transports, read, what=what, digest=SavedState.text)
-        # The base class casts state to the parameter's dtype; ours must come back exactly, and
-        # stays where it is.
+        # The base class casts state to the parameter's dtype; ours must come back exactly.
         kept, entries = dict(self.state), saved.entries
         super().load_state_dict({"state": {}, "param_groups": saved.groups})
         if run.engines:
@@ -834,13 +811,10 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
     return all(values) if path == "/finite" else max(values)
 
 
-# ---- what is given -----------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Run:
-    """All that changes about an optimizer, in one object: a framework may put another in front of
-    it, whose reads reach this one and whose writes do not (Lightning)."""
+    """All that changes about an optimizer: writes to one that a framework (Lightning) puts in front
+    of it would not reach it, reads do."""
 
     switches: dict[str, Any]
     groups: NamedGroups
@@ -862,8 +836,7 @@ class _Run:
 def _ownerships_in(
     model: object, groups: Sequence[Group], *, by_optimizers: bool = False
 ) -> list[Ownership]:
-    """The open ownerships of what was given, each once: those that `dedicate_params` made, or those
-    that optimizers made for themselves."""
+    """The open ownerships of what was given, made by `dedicate_params` or ``by_optimizers``."""
     entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
     of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
     found = [*of_model, *(ownership_of(e) for e in entries if isinstance(e, Tensor))]
@@ -992,8 +965,8 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
 
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
     """A warning, on one rank, if typical updates of half-precision weights are lost in rounding: by
-    root mean squares over the matrices of a param group and dtype that the rank stores. The entries
-    of an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``. Reads the weights once."""
+    root mean squares over the matrices of a param group and dtype that the rank stores. Entries of
+    an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``."""
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
     # By group and dtype: weights, their updates' sums of squares, and how many elements those have.
     found: dict[tuple[int, torch.dtype], list[tuple[Tensor, float, int]]] = defaultdict(list)
@@ -1034,16 +1007,14 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
 
 @cache
 def _keep_compiler_out() -> None:
-    """Exclude our methods from a compiled training step, which would be cut into a hundred graphs;
-    and planning would time compiled kernels. Not at import, because this loads the compiler, as
-    torch's own optimizers do when the first is made."""
+    """Exclude our methods from a compiled training step, which would be cut into a hundred graphs
+    and time compiled kernels. Not at import, because this loads the compiler."""
     for name in ("step", "zero_grad", "synchronize"):
         setattr(Muon, name, torch.compiler.disable(getattr(Muon, name)))
 
 
 def hf_factory() -> type[Muon]:
-    """The factory for the `Trainer` of Hugging Face's transformers (5.2 and newer), with keyword
-    arguments of `Muon`: ``optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3})``. Given the
-    class itself, `Trainer` would make two groups, one of them without decay.
-    """
+    """The factory for the `Trainer` of transformers (5.2 and newer):
+    ``optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3})``. Given the class itself, it would
+    make two groups, one of them without decay."""
     return Muon

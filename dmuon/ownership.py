@@ -1,5 +1,4 @@
-"""`Ownership`, the live handle of a plan; the weak map from parameters to it; and what concerns all
-ownerships of a model: `no_sync` and `clip_grad_norm_`."""
+"""`Ownership`, the live handle of a plan; `no_sync` and `clip_grad_norm_` for all of a model's."""
 
 from __future__ import annotations
 
@@ -29,17 +28,13 @@ if TYPE_CHECKING:
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
 # weak references to parameters: torch refuses to convert a DTensor that has one (`model.to`).
 _owner_by_parameter: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()
-# A model keeps its ownership alive, because the handle may be dropped. An ownership refers to
-# parameters but never to modules, so this keeps no model.
+# A model keeps its ownership alive, whose handle may be dropped; an ownership keeps no module.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
 
 
 class Ownership:
-    """Who owns which matrix of a model, and the machinery that moves gradients and updates.
-
-    Made by `dmuon.dedicate_params`, of which ``asked`` has the arguments. Keep it for `report`, or
-    drop it: the model keeps it alive.
-    """
+    """Who owns which matrix of a model, and the machinery that moves gradients and updates. Made by
+    `dmuon.dedicate_params` (``asked``: its arguments). The model keeps it alive."""
 
     def __init__(
         self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module | None, asked: Any
@@ -78,11 +73,8 @@ class Ownership:
         self._register()
 
     def count_state(self, sizes: StateSizes) -> None:
-        """Let plan and report have the state of the optimizer that binds itself.
-
-        Raises:
-            PlanError: it exceeds ``owner_memory_bytes`` on a rank.
-        """
+        """Let plan and report have the state of the optimizer that binds itself; PlanError if it
+        exceeds ``owner_memory_bytes`` on a rank."""
         found, known = self.runtime.limits(sizes), self.plan.limits
         known = replace(known, fixed_bytes=found.fixed_bytes, matrix_bytes=found.matrix_bytes)
         if known == self.plan.limits:
@@ -127,10 +119,8 @@ class Ownership:
         return build_report(self.plan, self.telemetry.measured_ms(), name)
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
-        """The mesh rank that owns a matrix, by its name or its parameter's; of co-owners the first
-        (``plan.batches`` lists all). For a parameter of several matrices one rank per matrix, in
-        order. KeyError for a name that is no matrix.
-        """
+        """The mesh rank that owns a matrix (of co-owners the first), by its name or its
+        parameter's; for a parameter of several matrices one per matrix. KeyError for others."""
         name, specs = canonical_name(fqn), self.plan.specs
         owned = [*zip(specs.matrices, self.plan.owners, strict=True)]
         whole = [owner for m, owner in owned if m.name == name]
@@ -166,23 +156,16 @@ class Ownership:
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the weights of ``module`` can be read directly: published values are there.
 
-        In the `dedicated` layout a collective call: every rank enters it, for the same module, and
-        has the whole weights in the dtype in which they are kept. What is written to them is kept
-        by each weight's owner (with replicas, by every rank that stores it), so write the same
-        values on every rank.
-        """
+        In the `dedicated` layout a collective call, for the same module on every rank, which has
+        the whole weights in the dtype in which they are kept. Every rank that stores a weight keeps
+        what it writes to it, so write the same values on every rank."""
         return self.runtime.materialized(module)
 
     @contextmanager
     def ignored_by_fully_shard(self) -> Iterator[None]:
-        """Inside, `fully_shard` does not see the dedicated parameters.
-
-        They are taken out of their modules meanwhile, for code that calls `fully_shard` and cannot
-        be given ``ignored_params=own.dedicated_params``. Not a collective call.
-
-        Raises:
-            OwnershipError: the layout is not `dedicated`.
-        """
+        """Inside, `fully_shard` does not see the dedicated parameters, for code that cannot give it
+        ``ignored_params=own.dedicated_params``. Not a collective call. OwnershipError in another
+        layout than `dedicated`."""
         model = self._model()
         if self.plan.layout is not Layout.DEDICATED or model is None:
             raise OwnershipError(
@@ -201,10 +184,8 @@ class Ownership:
         self._register()
 
     def close(self) -> None:
-        """Publish what is pending, remove every hook, and destroy the process group.
-
-        The model is then an ordinary module again. Call it on every rank.
-        """
+        """Publish what is pending, remove every hook, and destroy the process group: the model is
+        an ordinary module again. Call it on every rank."""
         if self.closed:
             return
         self.closed = True
@@ -228,12 +209,11 @@ def ownerships_of(model: nn.Module) -> list[Ownership]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward only accumulates gradients locally.
+    """Inside, backward only accumulates gradients locally, as in `DistributedDataParallel.no_sync`.
 
-    The first backward after it (or `step`, or `clip_grad_norm_`) reduces what has accumulated, as
-    with `DistributedDataParallel.no_sync`, which is used for a wrapped model. On FSDP2 this is
-    ``set_requires_gradient_sync(False)``, and only a backward reduces: let the last one of a step
-    run outside.
+    The first backward after it (or `step`, or `clip_grad_norm_`) reduces what has accumulated. On
+    FSDP2 this is ``set_requires_gradient_sync(False)``, and only a backward reduces: let the last
+    one of a step run outside.
 
     Raises:
         OwnershipError: the model is dedicated and has no `dmuon.Muon` yet.
@@ -256,14 +236,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients of ``model`` so that their joint norm is at most ``max_norm``.
 
-    As `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm counts every
-    gradient once, matrices at their owners included, and is the same number on every rank. A
-    collective call, after backward and before `step`. Where no gradient lies with an owner, torch's
-    own function does the same, but for gradients of several meshes (tensor parallelism of a part of
-    the model), which torch's refuses.
-
-    Returns:
-        The norm before clipping, a 0-d tensor.
+    As `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm, returned as it
+    was before (0-d), counts every gradient once, matrices at their owners included, and is the same
+    on every rank. A collective call, after backward and before `step`. Unlike torch's it takes
+    gradients of several meshes (tensor parallelism of a part of the model).
 
     Raises:
         TypeError: ``model`` is no module.
@@ -309,8 +285,7 @@ def clip_grad_norm_(
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The joint norm of local and of distributed gradients in float64, so that no square overflows;
-    0-d, on ``device`` where there is nothing."""
+    """The joint norm of local and distributed gradients, 0-d in float64: no square overflows."""
     # A rank may hold nothing of a matrix, and nothing has no largest element.
     held = [g for g in grads if g.numel()]
     norms = wide_norms([g for g in held if not is_distributed(g)], norm_type)

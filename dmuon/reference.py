@@ -135,7 +135,6 @@ class ReferenceMuon(Optimizer):
         w.add_(update, alpha=-lr * _adjustment(group["adjust_lr_fn"], *matrix.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         super().zero_grad(set_to_none)
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)

@@ -26,8 +26,7 @@ _NEEDED = {Algorithm.MUON: (MOMENTUM,), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq
 
 
 class SavedState(NamedTuple):
-    """A state that fits: param groups, entries by parameter, and where the schedule was (None: the
-    state does not say)."""
+    """A state that fits: param groups, entries by parameter, where the schedule was if it says."""
 
     groups: list[Group]
     entries: dict[Any, Any]
@@ -104,8 +103,7 @@ def _check_form(given: Any) -> None:
 def _by_parameter(
     given: Mapping[str, Any], here: Sequence[Group], named: Sequence[tuple[str, Any]]
 ) -> dict[Any, Any]:
-    """The entries of one state. Its keys are numbers, or names where torch's distributed checkpoint
-    made them."""
+    """The entries of one state, by number, or by name as torch's distributed checkpoint has it."""
     groups, entries = given["param_groups"], given["state"]
     keys = [key for group in groups for key in group["params"]]
     if len(keys) != len(named) or len(groups) != len(here):
@@ -141,8 +139,8 @@ def _by_parameter(
 def _joined(
     given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: NamedGroups
 ) -> dict[Any, Any]:
-    """The entries of several states that have the parameters between them. Without names, each
-    optimizer's are taken in order: those with momentum for matrices, the others for the rest."""
+    """The entries of several states that have the parameters between them; without names in order,
+    those with momentum for matrices, the others for the rest."""
     routes = parameters.routes
     trained = {name: p for name, p in named if p.requires_grad and name in routes}
     groups = [(state, group) for state in given for group in state["param_groups"]]
@@ -186,8 +184,7 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
 def _values_of(
     entry: Mapping[str, Any], p: Tensor, route: Route, group: Group, masters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one entry as they are kept here, which must be finite. A parameter without an
-    entry had no gradient so far."""
+    """The tensors of one entry as they are kept here, which must be finite."""
     spec, matrices = route
     where = f"for parameter {spec.name!r}"
     needed = _NEEDED[spec.algorithm]
@@ -241,8 +238,7 @@ def _values_of(
 def _read_groups(
     groups: list[Group], here: Sequence[Group], parameters: NamedGroups, schedule: Schedule
 ) -> dict[str, Any] | None:
-    """Where the schedule was. Gives ``groups`` the hyperparameters that they lack, as those of
-    torch's optimizers do."""
+    """Where the schedule was. Gives ``groups`` what they lack, as torch's optimizers' do."""
     progress = None
     for number, (group, now) in enumerate(zip(groups, here, strict=True)):
         # Names are those of here: they say how parameters are routed.

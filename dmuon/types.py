@@ -27,8 +27,7 @@ INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or
 
 @dataclass(slots=True)
 class HyperDigest:
-    """The hyperparameters of all param groups, as ranks compare them at every full step: a number
-    for each group, all texts by name; ``eps`` by group with matrices."""
+    """What ranks compare of all param groups: a number each, texts by name; ``eps`` of Muon's."""
 
     numbers: list[int]
     texts: dict[str, str] = field(default_factory=dict)
@@ -36,11 +35,8 @@ class HyperDigest:
 
 
 class Layout(str, Enum):
-    """Where parameters and momentum live between steps.
-
-    REDUCED is what plans call the `replicated` layout with ``reduce_to_owner=True``: there, as in
-    `dedicated`, momentum lies with the owners.
-    """
+    """Where parameters and momentum live between steps. REDUCED, `replicated` with
+    ``reduce_to_owner=True``, keeps momentum with the owners, as `dedicated` does."""
 
     AUTO = "auto"
     SHARDED = "sharded"
@@ -63,17 +59,14 @@ class Algorithm(str, Enum):
 
 class State(Enum):
     """A state of what ranks do together: its label, and the names of the states that may follow.
-
-    None of them depends on time, so the collectives issued in a state are the same on every rank.
-    """
+    None depends on time, so the collectives issued in a state are the same on every rank."""
 
     def __init__(self, label: str, follows: str) -> None:
         self.label = label
         self.follows = follows.split()
 
     def to(self, new: S) -> S:
-        """``new``, which may be the same state; RuntimeError, a bug in dmuon, if it may not
-        follow."""
+        """``new``, which may be the same state; RuntimeError, a bug, if it may not follow."""
         if new is not self and new.name not in self.follows:
             raise RuntimeError(
                 f"internal error of dmuon: {type(self).__name__} cannot change from {self.name} to "
@@ -192,10 +185,9 @@ _ROWS = re.compile("[1-9][0-9]{0,8}")
 class KernelChoice:
     """How a batch is orthogonalized, so that ranks and restarts that share it agree to the bit.
 
-    ``method``: "standard" or "gram", the latter with ``restarts`` (after which steps X is formed
-    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.ops`; the tile of strips is
-    their least number of rows. ``dtype``: the Newton-Schulz dtype that this was chosen for.
-    """
+    ``method``: "standard" or "gram", the latter with ``restarts`` (the steps after which X is
+    formed anew). ``backend`` and ``tile`` (of strips: the least rows): who multiplies, see
+    `dmuon.kernels.ops`. ``dtype``: the Newton-Schulz dtype that this was chosen for."""
 
     method: str
     restarts: tuple[int, ...]

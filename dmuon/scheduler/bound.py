@@ -2,33 +2,28 @@
 
 Give k matrices of shape s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any
 values ``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds
-up to at least ``w_s(d_s)``: the first term is linear, and C is subadditive, because putting two
-owners' batches on one owner never costs more than both. An owner of class c that is busy for at
-most T holds at most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of
-the owner. If all owners together hold less than that,
+up to at least ``w_s(d_s)``, because C is subadditive. An owner of class c that is busy for at most
+T holds at most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of the
+owner. No plan has a makespan of T if all owners together hold less,
 
-    sum_c n_c * sigma_c(T)  <  sum_s w_s(d_s),
+    sum_c n_c * sigma_c(T)  <  sum_s w_s(d_s).
 
-then no plan has a makespan of T. A linear program finds good ``v`` and ``u`` (its duals; Farley
-1990 gives the bound for a master program that has not converged). All of it is integer arithmetic.
+A linear program finds good ``v`` and ``u`` (its duals; Farley 1990 gives the bound for a master
+program that has not converged). All of it is integer arithmetic.
 
-Where duals leave a gap, `cover` closes it if it can, without a solver::
-
-    demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
-                                      of each of its maximal patterns
-
-It is a search in breadth: the state is how many matrices of each shape are left, and one whose
-matrices are worth more than the owners left can hold is dropped. Only patterns matter that nothing
-can be added to; surplus is taken away afterwards. Where C falls somewhere, patterns are exact
-instead. All limits are numbers of states and pairs, so equal input gives equal answers.
+Where duals leave a gap, `cover` closes it if it can, without a solver: a search in breadth, owner
+by owner. A state is how many matrices of each shape are left; it is dropped if they are worth more
+than the owners left can hold. Only patterns matter that nothing can be added to; surplus is taken
+away afterwards. Where C falls somewhere, patterns are exact instead. All limits are numbers of
+states and pairs, so equal input gives equal answers.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -67,12 +62,9 @@ def work_tables(problem: Problem) -> list[Ints]:
 class Holdings:
     """The worth that a dual gives matrices, and how much of it owners hold within a limit.
 
-    All knapsacks together form at most about ``_KNAPSACKS`` pairs. Where many owners are not alike
-    each has fewer of them, and where that is too few to be of use, density alone bounds. ``work``
-    is how many they formed; they ``are_exact`` if no points were merged.
-
-    Raises:
-        ValueError: the dual is of another problem, or so large that 64 bits would wrap around.
+    All knapsacks together form at most about ``_KNAPSACKS`` pairs; where that is too few for each
+    class to be of use, density alone bounds. ``work`` is how many they formed; they ``are_exact``
+    if no points were merged. ValueError: the dual is of another problem, or 64 bits would overflow.
     """
 
     def __init__(
@@ -169,11 +161,9 @@ def proven(problem: Problem, proof: Proof, limit: int) -> int:
 
 
 def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
-    """The best bound that needs no solver, at most ``limit``: work shared out evenly, or one shape.
-    All work is shared by all owners, and the work that only some owners may do by those. One shape
-    alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
-    single matrix); only the few most promising shapes are looked at.
-    """
+    """The best bound that needs no solver, at most ``limit``: all work shared by all owners, the
+    work that only some owners may do by those, or one of the few most promising shapes by itself
+    (the pigeonhole principle: some owner has its share, rounded up)."""
     shapes = range(len(problem.shapes))
     owners = [frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in shapes]
     ranks = {mine: sum(problem.classes[c].size for c in mine) for mine in owners}
@@ -197,53 +187,37 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
     return max(found, key=lambda f: f[0])
 
 
-# ---- alike domains as one --------------------------------------------------------------------
-
-
 def relaxed(problem: Problem) -> Problem:
-    """The problem with alike shapes and alike classes as one. A makespan that it cannot reach, the
-    problem cannot reach either. Returns the problem itself where none are alike.
-
-    Under expert parallelism all domains of experts look the same, and so do their owners.
-    """
-    shapes, classes = _alike(problem)
-    takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
+    """The problem with alike shapes and alike classes as one, such as all domains of experts and
+    their owners; itself where none are alike. What it cannot reach, the problem cannot either."""
+    table = np.array([c.allowed for c in problem.classes])  # [classes, shapes]
+    takes, taken = ([np.flatnonzero(row).tolist() for row in of] for of in (table, table.T))
+    shapes = _coloured((k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes)
+    classes = _coloured((c.room, c.fixed, c.size) for c in problem.classes)
+    before: tuple[list[int], list[int]] | None = None
+    while before != (shapes, classes):  # until neighbours tell no more apart: colour refinement
+        before = shapes, classes
+        around = [tuple(sorted(shapes[s] for s in mine)) for mine in takes]
+        classes = _coloured(zip(classes, around, strict=True))
+        near = (tuple(sorted(classes[c] for c in mine)) for mine in taken)
+        shapes = _coloured(zip(shapes, near, strict=True))
+    if len({*shapes}) == len(shapes) or any(len({*mine}) < len(mine) for mine in around):
         return problem  # none are alike, or alike domains overlap: as one they would say too little
     alike = grouped(zip(shapes, problem.shapes, strict=True))
     merged = []
     for number, those in grouped(zip(classes, problem.classes, strict=True)).items():
-        ranks = sorted(rank for c in those for rank in c.ranks)
-        allowed = tuple(shape in takes[classes.index(number)] for shape in alike)
-        merged.append(replace(those[0], ranks=tuple(ranks), allowed=allowed))
+        ranks = tuple(sorted(rank for c in those for rank in c.ranks))
+        mine = around[classes.index(number)]
+        allowed = tuple(shape in mine for shape in alike)
+        merged.append(replace(those[0], ranks=ranks, allowed=allowed))
     some = (replace(k[0], count=sum(s.count for s in k), members=()) for k in alike.values())
     return replace(problem, shapes=tuple(some), classes=tuple(merged), forced=())
 
 
-def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A number for each shape and each class, equal for those that are alike: colour refinement."""
-    allowed = np.array([c.allowed for c in problem.classes])
-    takes, taken = ([np.flatnonzero(row).tolist() for row in of] for of in (allowed, allowed.T))
-    shapes = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes])
-    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
-    while True:
-        before = shapes, classes
-        classes = _refined(classes, takes, shapes)
-        shapes = _refined(shapes, taken, classes)
-        if (shapes, classes) == before:
-            return before
-
-
-def _refined(
-    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
-) -> tuple[int, ...]:
-    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
-    return _numbered(list(zip(own, around, strict=True)))
-
-
-def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
+def _coloured(found: Iterable[Hashable]) -> list[int]:
+    """A number for each, equal for those that are equal."""
     number: dict[Hashable, int] = {}
-    return tuple(number.setdefault(colour, len(number)) for colour in colours)
+    return [number.setdefault(one, len(number)) for one in found]
 
 
 # ---- the covering search ---------------------------------------------------------------------
@@ -252,10 +226,8 @@ def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
 def cover(
     problem: Problem, limit: int, dual: Dual | None = None, most_work: int = _COVER_WORK
 ) -> tuple[Counts | None, bool]:
-    """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows.
-
-    ``dual``: good values, if any are known. They decide how much is tried, and what.
-    """
+    """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows. The
+    values of a good ``dual`` leave less to try."""
     demand = problem.demand
     if any(c.fixed > limit or c.room < 0 for c in problem.classes):
         return None, True
@@ -281,11 +253,9 @@ def _total(tables: Sequence[Ints], rows: Ints) -> Ints:
 
 
 class _Search:
-    """The search: states [states, shapes] after each owner, and their parents.
-
-    By tables of worth: ``left`` is the least worth of k or more matrices of a shape, ``most`` the
-    largest worth of at most k. An owner ``holds`` so much, by class.
-    """
+    """The search: states [states, shapes] after each owner, and their parents. By worth, ``left``
+    is the least of k or more matrices of a shape, ``most`` the largest of at most k; an owner
+    ``holds`` so much, by class."""
 
     def __init__(
         self, problem: Problem, limit: int, tables: Sequence[Ints], holds: Sequence[int], work: int

@@ -1,8 +1,8 @@
 """Checks a plan by itself: its cost, its limits, and that no plan costs less.
 
 No solver is asked and nothing is believed that the plan says of itself: the makespan is added up
-from its batches and its stored prices, the lower bound is computed again from its stored proof (see
-`bound`), and the baselines are run again. All arithmetic is on integers.
+from its batches and stored prices, the lower bound comes from its stored proof (see `bound`), and
+the baselines are run again. All arithmetic is on integers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from dmuon.types import printable
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The verdict on a plan. ``str()`` reads as a sentence or two.
-
-    ``ok``: nothing that the plan claims is wrong. ``proven``: the lower bound was computed anew
-    from the stored proof, up to the bound that the plan claims. ``findings`` are what is wrong or
-    missing. ``shared_bound_ms``: no plan is faster, however it shares matrices; None where the plan
-    has no prices of sharing them, or where the lower bound is this."""
+    """The verdict on a plan. ``ok``: nothing that the plan claims is wrong. ``proven``: so is its
+    lower bound. ``findings`` are what is wrong or missing. ``shared_bound_ms``: no plan is faster,
+    however it shares matrices; None without prices of that, or where the lower bound is this."""
 
     ok: bool
     proven: bool
@@ -55,14 +52,9 @@ class Certificate:
 
 
 def certify(plan: OwnershipPlan) -> Certificate:
-    """Check a plan and the lower bound that it claims. Takes about as long as one step of planning.
-
-    However the numbers in it are chosen, that is seconds: knapsacks that would take longer are
-    solved coarsely, as they are in planning, and prove less.
-
-    Raises:
-        SizeError: so many matrices, prices and domains that this would take too long.
-    """
+    """Check a plan and the lower bound that it claims, in seconds, whatever the numbers in it:
+    knapsacks that would take longer are solved coarsely, as in planning, and prove less. SizeError:
+    so many matrices, prices and domains that even this would take too long."""
     if not plan.prices and plan.specs.matrices:  # a plan by hand
         wrong = _short(_wrong_owners(plan))
         bare = "the plan stores no prices: its times are what it claims, and nothing bounds them"

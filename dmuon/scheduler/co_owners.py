@@ -1,12 +1,11 @@
 """Matrices that several neighbouring ranks share: which ones, and which ranks.
 
 Where owners outnumber matrices the costliest matrix is the floor of every plan, unless k ranks
-share it, a slice of its longer dim each. That adds work (each runs the iteration of short side x
-short side, and sums travel), so k is as small as a makespan T allows: for a given T, the costliest
-shape first and k in order of work, as many matrices go to each block of k ranks as T leaves room
-for, the fullest blocks first, and what is left is tried with the next k (`CoOwners.fit`). The least
-T that is found counts; what has one owner is then planned anew, with the blocks' work as fixed
-loads. The same numbers give a lower bound for all ways to share (`CoOwners.bound`).
+share it, a slice of its longer dim each. That adds work, so k is as small as a makespan T allows:
+for a given T, the costliest shape first and k in order of work, as many matrices go to each block
+of k ranks as T leaves room for, the fullest blocks first, and what is left is tried with the next k
+(`CoOwners.fit`). The least T that is found counts; what has one owner is then planned anew, with
+the blocks' work as fixed loads. The same numbers bound all ways to share (`CoOwners.bound`).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sharing:
-    """One way to share matrices: ``parts`` (shape, block, number of matrices) and the ticks that
-    they keep each rank ``busy``; how many of each shape a rank has ``alone``; the makespan."""
+    """One way to share: ``parts`` (shape, block, number of matrices), the ticks that they keep each
+    rank ``busy``, how many of each shape a rank has ``alone``, and the makespan."""
 
     parts: tuple[tuple[int, Block, int], ...]
     busy: Ints
@@ -162,13 +161,9 @@ class CoOwners:
         return best
 
     def bound(self, makespan: int) -> int:
-        """A lower bound in ticks for every plan, whatever it shares, of at most ``makespan``. It is
-        exact to one part in `_EXACT`. A makespan is possible if
-
-        - the ranks that may have some shapes have room for the least work of these;
-        - all blocks together have room for the few shapes of most work, one by one and together.
-          A block's own matrices and batches are counted one by one.
-        """
+        """A lower bound in ticks for every plan, whatever it shares, of at most ``makespan``: the
+        least, to one part in `_EXACT`, at which the ranks that may have some shapes have room for
+        their least work, and all blocks for the few shapes of most work, counted one by one."""
         low, high = max((c.fixed for c in self.problem.classes), default=0), makespan
         if not self._is_possible(makespan - 1):
             return makespan

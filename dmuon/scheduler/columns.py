@@ -8,10 +8,9 @@ number of owners, and its owners work on a shape at least as long as one owner w
                                    sum_(p of class c) y[p]    <= n_c * theta  for every class c
                                    sum_p C_s(x[p, s]) * y[p]  >= C_s(d_s)     for every shape s
 
-T is out of reach if theta > 1 at the optimum. Its duals are values of matrices, from which `bound`
-computes the least T that they do not rule out; that is the next T to try. So T climbs from below,
-every value passed is proven impossible, and no tolerance is involved. Patterns are added by solving
-the knapsack exactly. The size of the master does not grow with the number of owners.
+T is out of reach if theta > 1 at the optimum. From the duals `bound` computes the least T that they
+do not rule out; that is the next T to try. So T climbs from below, every value passed is proven
+impossible, and no tolerance is involved. Knapsacks, solved exactly, add patterns.
 
 Programs go to HiGHS through PuLP, else to CBC. No answer is believed: the bounds and counts that it
 implies are computed and checked by our own arithmetic.
@@ -37,6 +36,7 @@ from dmuon.scheduler.problem import Counts, Problem
 Floats = npt.NDArray[np.float64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each shape
 _Used = tuple[Pattern, float]  # how often
+_Sense = Callable[[Any, float], Any]
 
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
@@ -69,9 +69,6 @@ class Budget:
         return self.hit
 
 
-# ---- solvers ---------------------------------------------------------------------------------
-
-
 class EngineError(Exception):
     """A solver raised, is not there, or gave no solution."""
 
@@ -86,8 +83,7 @@ def available_engines() -> tuple[str, ...]:
 
             found.update(pulp.listSolvers(onlyAvailable=True))
 
-    # On a stack of its own: PuLP keeps an exception of its import, and an exception keeps the
-    # frames of all callers, so that the model that is being planned for would never be freed.
+    # On a stack of its own: PuLP keeps an exception of its import, and that all callers' frames.
     thread = threading.Thread(target=find)
     thread.start()
     thread.join()
@@ -95,20 +91,11 @@ def available_engines() -> tuple[str, ...]:
 
 
 def minimize_last(
-    table: Floats,
-    senses: Sequence[Callable[[Any, float], Any]],
-    bounds: Floats,
-    engine: str,
-    time_limit_s: float,
+    table: Floats, senses: Sequence[_Sense], bounds: Floats, engine: str, time_limit_s: float
 ) -> tuple[Floats, Floats]:
     """(x, dual of each row) with x >= 0 and the least last x such that each row of ``table @ x``
-    compares to its bound as its ``sense`` (`eq`, `le` or `ge`) says.
-
-    One thread, so that equal input gives an equal answer.
-
-    Raises:
-        EngineError: whatever went wrong, a time limit without a solution included.
-    """
+    compares to its bound as its ``sense`` (`eq`, `le` or `ge`) says; EngineError if anything goes
+    wrong. One thread, so that equal input gives an equal answer."""
     import pulp
 
     try:
@@ -133,9 +120,6 @@ def minimize_last(
     if not (np.isfinite(values).all() and np.isfinite(duals).all()):
         raise EngineError(f"{engine} gave values that are no numbers")
     return values, duals
-
-
-# ---- the master program ----------------------------------------------------------------------
 
 
 class Columns:
@@ -179,10 +163,7 @@ class Columns:
                 return  # everything is shared out, or converged up to rounding
 
     def round(self) -> None:
-        """Look for counts as close to the bound as possible; keeps the best in ``counts``.
-
-        The closer, the fewer patterns fit: limits rise until they are no better than what is known.
-        """
+        """Look for better ``counts`` close to the bound, under limits that rise to those known."""
         self.left = _ROUND_WORK
         for far in _LIMITS:
             limit = self.bound + self.bound * far // 10_000
@@ -195,12 +176,9 @@ class Columns:
                     self.counts, self.makespan = counts, self.problem.makespan(counts)
 
     def _whole(self, limit: int) -> Counts | None:
-        """Counts within a limit or, if none are found, above it; None if the matrices that are left
-        fit nowhere.
-
+        """Counts within a limit or, if none are found, above it; None if what is left fits nowhere.
         Patterns that the master program uses whole times are kept, else its most used; then the
-        same with what is left. A covering search is tried for the last few owners.
-        """
+        same with what is left. A covering search is tried for the last few owners."""
         problem = self.problem
         for _ in range(_MOST_PRICINGS):
             theta, dual, used = self._master(limit)
@@ -273,8 +251,7 @@ class Columns:
             return self._solved(limit)
         except EngineError:
             # Where prices fall with the batch, the patterns known within the limit may not share
-            # everything out. With those of the best counts they do, and whatever the duals are,
-            # they prove a bound. If it was the solver that failed, it fails again.
+            # everything out; with those of the best counts they do, and any duals prove a bound.
             return self._solved(max(limit, self.makespan))
 
     def _solved(self, limit: int) -> tuple[float, Dual, list[_Used]]:

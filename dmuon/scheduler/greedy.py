@@ -34,12 +34,9 @@ def longest_first(
     tables: Sequence[Ints] | None = None,
     start: Ints | None = None,
 ) -> Counts | None:
-    """The costliest shape first, each matrix to the owner whose load stays lowest with it.
-
-    ``tables[s][k]`` is the load of k matrices of shape s, by default with batching; ``start`` what
-    ranks have already, by default their fixed load. So many (``chunk``) matrices go together, to be
-    batched. Ties go to the lower rank. None if the memory cap leaves no owner.
-    """
+    """The costliest shape first, each ``chunk`` of matrices to the owner whose load stays lowest;
+    ties go to the lower rank. None if the memory cap leaves no owner. ``tables[s][k]`` is the load
+    of k matrices of shape s (default: with batching), ``start`` of each rank before (fixed)."""
     if tables is None:
         tables = [shape.ticks for shape in problem.shapes]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
@@ -70,11 +67,8 @@ def longest_first(
 
 
 def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
-    """Matrices in turn to ranks 0, 1, 2, ..., whatever they cost: the baseline.
-
-    ``order`` lists the matrices; one that a single rank may own takes no turn. A rank that may not
-    own a matrix is passed over; None if the memory cap is in the way.
-    """
+    """Matrices in ``order`` to ranks 0, 1, 2, ... that may own them, whatever they cost: the
+    baseline. One that a single rank may own takes no turn. None if the memory cap is in the way."""
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.shapes))]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
@@ -119,15 +113,10 @@ def baselines(
     return {name: counts for name, counts in found.items() if counts is not None}
 
 
-# ---- local search ----------------------------------------------------------------------------
-
-
 def improve(problem: Problem, counts: Counts, spent: Callable[[], bool] = lambda: False) -> Counts:
-    """Local search: lower the load of the busiest rank while that is possible.
-
-    First by moving or swapping a few matrices; where that fails, by sharing out anew all that it
-    and one other rank have. The makespan never rises. Memory caps and allowed owners are kept.
-    """
+    """Local search: lower the load of the busiest rank while that is possible, by moving or
+    swapping a few matrices, else by sharing out anew all that it and one other rank have. The
+    makespan never rises. Memory caps and allowed owners are kept."""
     state = _State(problem, counts)
     for _ in range(_MOST_MOVES):
         if state.work <= 0 or spent():
@@ -147,8 +136,8 @@ class _State:
         self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.shapes) + 1)
 
     def exchange(self, b: int) -> bool:
-        """Give another rank some matrices of one shape, and maybe take some of another shape, where
-        that leaves the larger of the two loads lowest, below the load of rank ``b``."""
+        """Give another rank some matrices of one shape, and maybe take some of another, where that
+        leaves the larger of the two loads lowest, and below that of rank ``b`` now."""
         others = self._representatives(b)
         gives = [(s, -j) for s, j in self._amounts([b])]
         if not len(others) or not gives:

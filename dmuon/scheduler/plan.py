@@ -36,13 +36,10 @@ Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 class Batch:
     """Matrices of one shape that their owner orthogonalizes together.
 
-    ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time. ``kernel`` is
-    what runs it, as `KernelChoice` writes it, or "" for the fixed rule at run time.
-
-    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim and
-    ``ms`` each (empty: it has one owner). ``split``: they also share the products of short side x
-    short side, by rows.
-    """
+    ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time; ``kernel`` as
+    `KernelChoice` writes it, or "" for the fixed rule at run time. ``co_owners``, if any, the owner
+    first, have a slice of the longer dim and ``ms`` each; ``split``: they also share the products
+    of short side x short side, by rows."""
 
     owner: int
     matrices: tuple[int, ...]
@@ -79,9 +76,7 @@ class PriceRow:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrice:
-    """The prices of one shape with co-owners: the milliseconds of each of them, exchanges included,
-    for batches of 1, 2, 3, ...; ``split`` as in `Batch`, ``origin`` as in `PriceRow`, of each
-    price. ``kernel`` runs all."""
+    """As `PriceRow`, of each of some co-owners, exchanges included; ``split`` as in `Batch`."""
 
     key: ShapeKey
     co_owners: Annotated[int, (2, 1 << 20)]
@@ -117,11 +112,8 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof that no plan is faster: `bound.Holdings` computes a makespan from ``dual``.
-
-    ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
-    everything; -1 where nothing was tried or the dual alone shows as much.
-    """
+    """The proof that no plan is faster: `bound.Holdings` computes a makespan from ``dual``; or no
+    plan takes ``impossible`` ticks or fewer, as `bound.cover` finds (-1: the dual says it all)."""
 
     dual: Dual
     impossible: Signed = -1
@@ -137,9 +129,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How a plan was found. ``alternatives`` are the makespans of other solvers. ``engine`` names
-    the MILP solver that ran, ``note`` says why something else was done than what was asked for, and
-    ``hit_time_limit`` marks a plan that depends on the clock."""
+    """How a plan was found: makespans of other solvers, the MILP ``engine``, a ``note`` where
+    something else was done than asked for, and whether the plan depends on the clock."""
 
     alternatives: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
@@ -152,14 +143,12 @@ class Search:
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    ``lower_bound_ms``: no assignment has a smaller makespan under the same costs, as ``proof`` lets
-    anyone recompute without a solver (see `certificate`). ``prices`` are the costs it was made
-    with, ``limits`` what bound the owners. ``claim`` is None in a plan by hand.
+    ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as ``proof``
+    lets anyone recompute without a solver (see `certificate`). ``claim`` is None in a plan by hand.
 
     Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
-    and ``alone_ms`` is the makespan of the best plan found in which each has one owner. Where none
-    has, it holds for plans in which none has, and ``shared_ms`` is the makespan of a way to share
-    that was not asked for, or saves too little. ``shared_prices`` are of what could be shared.
+    and ``alone_ms`` is the best makespan found without. Where none has, it holds for such plans,
+    and ``shared_ms`` is the makespan of a way to share that was not asked for, or saves too little.
     """
 
     specs: ModelSpecs
@@ -203,7 +192,7 @@ class OwnershipPlan:
 
     @cached_property
     def loads_ms(self) -> tuple[float, ...]:
-        """Predicted Newton-Schulz milliseconds of each rank, and its fixed load."""
+        """Predicted milliseconds of each rank, fixed load included."""
         loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
         for batch in self.batches:
             for rank in batch.ranks:
@@ -213,8 +202,7 @@ class OwnershipPlan:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer state of each rank: of the matrices it owns, and fixed, among them
-        momentum where it lies with the parameters."""
+        """Bytes of optimizer state of each rank: fixed, and of the matrices it owns."""
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
         for i, (matrix, owner) in enumerate(zip(self.specs.matrices, self.owners, strict=True)):
             state[owner] += self.limits.state_bytes(i, matrix, self.layout)
@@ -267,8 +255,8 @@ class OwnershipPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: not a plan, one of another format version, one that was changed since it was
-                written, or larger than any plan is; says which field, and what was found there.
+            PlanError: not a plan, one of another format version, changed since it was written, or
+                larger than any plan is; says which field, and what was found there.
         """
         try:
             data = parse(text)
@@ -282,7 +270,7 @@ class OwnershipPlan:
                     "plan again, or change the plan in code (dataclasses.replace) and write that"
                 )
             return plan
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"not an ownership plan: {cut(str(error))}") from error
 
 
@@ -308,13 +296,9 @@ def fitted_plan(
 ) -> OwnershipPlan:
     """``plan`` for a model and its mesh: the same owners and batches, by the names of matrices.
 
-    The order of parameters does not count, nor do mesh axes of size 1, nor how many axes a mesh has
-    if the other has one: its ranks are numbered alike. Nor does the layout, as long as momentum
-    lies with owners in both, or with parameters in both.
-
-    Raises:
-        PlanError: it was made for another model, mesh or layout; says what differs.
-    """
+    The order of parameters does not count, nor do mesh axes where ranks are numbered alike, nor the
+    layout, as long as momentum lies with owners in both, or with parameters in both. PlanError,
+    which says what differs: it was made for another model, mesh or layout."""
     if plan.layout.keeps_state_at_owners != layout.keeps_state_at_owners:
         raise PlanError(
             f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
@@ -392,14 +376,12 @@ def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> Own
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Matrices of one shape, owner and param group, which are orthogonalized together.
+    """Matrices of one shape, owner and param group, stacked ``[b, rows, cols]`` to be
+    orthogonalized together.
 
-    They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
-    has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
-    slot holds the transpose (empty: none does). ``kernel`` as in `Batch`.
-
-    Of matrices with ``co_owners`` each of these has a unit: ``rows`` is the short side and ``cols``
-    the part of the long one that its ``owner`` has, from ``start`` on.
+    A unit that has matrices and transposes is stacked short side first, and ``transposed`` says
+    whose slot holds the transpose (empty: none). Of matrices with ``co_owners`` each of these has a
+    unit: ``rows`` is the short side, ``cols`` its ``owner``'s part of the long one, from ``start``.
     """
 
     owner: int
@@ -435,13 +417,11 @@ class Unit:
 def units_of(
     plan: OwnershipPlan, groups: Sequence[int], *, one_by_one: bool = False
 ) -> tuple[Unit, ...]:
-    """The planned batches as executed: cut where their matrices are in different param groups.
+    """The planned batches as executed: cut where their matrices are in different ``groups``, and
+    with ``one_by_one`` also transposes from others; a cut batch shares its predicted time out.
 
-    ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    their number. Units are in order of registration, in which the next forward pass needs them, but
-    those with the most co-owners come first, so that no rank waits while others work alone.
-    ``one_by_one``: matrices and transposed ones are cut, too, so that each is computed as it is.
-    """
+    Units are in order of registration, in which the next forward pass needs them, but those with
+    the most co-owners come first, so that no rank waits while others work alone."""
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))
 
@@ -485,9 +465,6 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
     if min_buckets is None:
         min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
     return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
-
-
-# ---- what is valid -----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)

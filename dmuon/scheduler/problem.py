@@ -1,7 +1,7 @@
 """The assignment problem behind a plan, in integers: shapes, classes of owners, what one can take.
 
-Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact,
-equal plans have equal makespans to the last digit, and a proof needs no tolerance.
+Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact
+and a proof needs no tolerance.
 
 ::
 
@@ -44,9 +44,8 @@ def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
     """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
-    every size is tried for the first batch. Ties go to the smaller batch: less memory, and more
-    that can travel meanwhile. Kept, because hundreds of experts have equal prices and counts.
-    """
+    every size is tried. Ties go to the smaller batch: less memory, and more that can travel
+    meanwhile. Kept, because hundreds of experts have equal prices and counts."""
     prices = np.array(price, np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for k in range(1, count + 1):
@@ -62,11 +61,9 @@ def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 class Shape:
     """``count`` interchangeable matrices: of one shape, dtype and domain.
 
-    Only they are batched with each other: other domains travel in other collectives.
     ``batch_ticks[b - 1]`` is the cost of one batch of b. ``domain`` is an index into
     `OwnerLimits.domains`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
-    that lies with its owner. ``members`` are the matrices, as given.
-    """
+    that lies with its owner. ``members`` are the matrices, as given."""
 
     key: ShapeKey
     domain: int
@@ -91,11 +88,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class OwnerClass:
-    """Interchangeable ranks. ``room`` is what they may store of matrices' state, in bytes.
-
-    ``fixed`` and ``room`` have the forced matrices' share in them. ``room`` is negative where
-    fixed bytes alone exceed the memory cap; then nothing is feasible.
-    """
+    """Interchangeable ranks. ``fixed`` ticks and ``room``, the bytes that each may store of
+    matrices' state, have the forced matrices' share in them; ``room`` is negative, and nothing
+    feasible, where fixed bytes alone exceed the memory cap."""
 
     ranks: tuple[int, ...]
     fixed: int  # ticks
@@ -137,7 +132,6 @@ class Problem:
 
     @cached_property
     def class_of(self) -> Ints:
-        """The class of each rank."""
         number = {rank: n for n, c in enumerate(self.classes) for rank in c.ranks}
         return np.array([number[rank] for rank in range(self.world)], np.int64)
 
@@ -156,7 +150,6 @@ class Problem:
         return np.array([c.allowed for c in self.classes], np.bool_)[self.class_of]
 
     def loads(self, counts: Counts) -> Ints:
-        """Ticks of every rank."""
         return self.fixed + sum(k.ticks[counts[:, s]] for s, k in enumerate(self.shapes))
 
     def makespan(self, counts: Counts) -> int:
@@ -203,13 +196,8 @@ def build_problem(
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
     a single rank may own are no shapes, because these would make each rank a class of its own.
-    ``without``: matrices that are not dealt out, because co-owners share them, which keeps each
-    rank ``busy`` for so many ticks.
-
-    Raises:
-        PlanError: ``limits`` do not fit.
-        SizeError: a PlanError, too: the problem is too large to be worked on.
-    """
+    ``without``: matrices that co-owners share, which keeps each rank ``busy`` for so many ticks.
+    PlanError: ``limits`` do not fit; SizeError: the problem is too large to be worked on."""
     limits.check(len(matrices), world)
     total = math.fsum(prices[matrix.key][0] for matrix in matrices)
     most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
@@ -249,11 +237,8 @@ def _groups(
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
     without: Collection[int],
 ) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
-    """(shape, domain, matrices), the costliest first: solvers decide on them first.
-
-    Of equal shapes the domains' ranks decide, because the numbers of domains depend on the order
-    in which they were found; and of equal domains a matrix's name.
-    """
+    """(shape, domain, matrices), the costliest first; of equal shapes the domains' ranks decide
+    (not their numbers, which depend on who was found first), and of equal domains a name."""
     domain_of = limits.domain_of or (-1,) * len(matrices)
     dealt_out = (i for i in range(len(matrices)) if i not in without)
     members = grouped(((matrices[i].key, domain_of[i]), i) for i in dealt_out)
@@ -300,9 +285,8 @@ def _classes(
 
 
 # ---- what one owner can take: a knapsack over batched costs ----------------------------------
-# For each shape an owner takes k matrices, k = 0, 1, ..., at cost C(k) and value v(k): a
-# multiple-choice knapsack. A frontier is the whole trade-off: the pairs (cost, value) that no other
-# choice beats in both. Nothing is assumed of C or v.
+# For each shape an owner takes k matrices at cost C(k) and value v(k): a multiple-choice knapsack.
+# A frontier is the whole trade-off: the pairs (cost, value) that no other choice beats in both.
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +327,8 @@ _NOTHING = _Points(*np.zeros((4, 1), np.int64))
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more.
-
-    ``exact`` is False where points were merged. ``work``: pairs that were formed on the way.
-    """
+    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more; ``exact`` if no points
+    were merged. ``work``: pairs that were formed on the way."""
 
     cost: Ints
     value: Ints
@@ -361,8 +343,7 @@ class Frontier:
         return int(self.value[at - 1]) if at else self.least - 1
 
     def choice(self, limit: int) -> Ints | None:
-        """The most valuable counts of each shape within the limit; None if all are worth too
-        little. Only for a frontier that is not bounding."""
+        """The most valuable counts within the limit, if any; not of a bounding frontier."""
         at = int(np.searchsorted(self.cost, limit, side="right")) - 1
         if at < 0:
             return None
@@ -384,12 +365,11 @@ def frontier(
 ) -> Frontier:
     """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
 
-    Where there are too many, those go that cannot be worth so much with what later options bring
-    at most. If that is not enough, neighbouring ones are merged: with ``bounding`` into a point as
-    cheap as the cheapest and as valuable as the best of them, so that `Frontier.best_value` is
-    never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
-    ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
-    """
+    Where there are too many, those go that cannot be worth so much with what later options bring;
+    then neighbouring ones are merged: with ``bounding`` into a point as cheap as the cheapest and
+    as valuable as the best of them, so that `Frontier.best_value` is never too small; otherwise
+    into the most valuable real one, so that `Frontier.choice` exists. ``max_work`` bounds the pairs
+    formed: what an option leaves of its share is for those after it."""
     points, exact, work = _NOTHING, True, 0
     each = [option.density(limit) for option in options]
     later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()

@@ -63,11 +63,8 @@ THREE_WAYS = (
 
 @dataclass(slots=True)
 class _Use:
-    """One parameter with every (module, name) under which the ``model`` uses it.
-
-    The module is None where only names are known. ``name`` is the user's own, ``algorithm`` what
-    the user said.
-    """
+    """One parameter with every (module, name) under which the ``model`` uses it, None where only
+    names are known. ``name`` is the user's own, ``algorithm`` what the user said."""
 
     name: str
     parameter: Tensor
@@ -117,8 +114,7 @@ class _Use:
 
         Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
-        holds for all of its module, so that a square one is read as the others.
-        """
+        holds for all of its module: a square one is read as the others."""
         path, _, own = self.place.rpartition(".")
         if own == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
             return True
@@ -142,10 +138,7 @@ class _Use:
 
 class _Model:
     """The parameters of a model by their ids, and what reasons and forms need to know of all.
-
-    Reasons go by names without their first ``depth`` parts, which lead to the module that holds
-    all parameters.
-    """
+    Reasons go by names without their first ``depth`` parts, which lead to what holds them all."""
 
     def __init__(
         self,
@@ -200,8 +193,7 @@ def _depth(model: nn.Module) -> int:
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Canonical names and trainable parameters, each once, in the order of registration and of
-    `collect`."""
+    """Canonical names and trainable parameters, each once, in the order of `collect`."""
     uses = _Model(_places(model)).uses.values()
     return [(use.name, use.parameter) for use in uses if use.parameter.requires_grad]  # type: ignore[misc]
 
@@ -329,8 +321,7 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 # ---- pieces of a parameter ---------------------------------------------------------------
 
 
-# How the matrices of a parameter are read, and cut along one of its dims: into these sizes, one
-# behind the other, or each every so manyth, if the last number is above 1.
+# How matrices are read, and cut along a dim: into these sizes, of every so manyth.
 _Cut = tuple[Form, int, tuple[int, ...], int]
 _Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
 _EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
@@ -467,12 +458,9 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter that an optimizer was given, by the name that it has there.
-
-    ``algorithm`` is what the user said of it, which wins over ``select`` and all reasons. ``model``
-    is the live model that holds it (None where there is none and names decide), ``around`` the
-    outermost module around that.
-    """
+    """A parameter that an optimizer was given, by the name that it has there. The user's
+    ``algorithm`` wins over all reasons. ``model`` is the live model that holds it (None: names
+    decide), ``around`` the outermost module around that."""
 
     name: str
     parameter: Tensor
@@ -506,20 +494,18 @@ def collect(
     partial: bool = False,
 ) -> ModelSpecs:
     """Route every trainable parameter of a model, or of what an optimizer was given, to Muon or
-    AdamW, with the reason. A parameter that comes twice counts once.
+    AdamW, with the reason; a parameter that comes twice once.
 
     ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
-    output dim, or to the number of equal pieces; "interleaved:2" in place of sizes makes two, of
-    every other output each. A dict cuts another dim (``{"sizes": [4, 2], "dim": 1}``, ``{"heads":
-    2, "dim": -1}``) or says that a weight is stored (in, out) (``"transposed": True``), where the
-    shapes in its module do not show it. A convolution is flattened to ``(out, rest)``; any other
-    parameter with more than two dims is a stack of matrices.
+    output dim ("interleaved:2": two, of every other output each), or to the number of equal pieces.
+    A dict cuts another dim (``{"sizes": [4, 2], "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says
+    that a weight is stored (in, out) (``"transposed": True``). A convolution is flattened to
+    ``(out, rest)``; any other parameter with more than two dims is a stack of matrices.
 
-    ``routes`` are those of an earlier call, which hold whatever the reasons say now; parameters may
-    have another dtype by now. ``allow_meta`` takes parameters on the meta device, for planning
-    without the model. ``frozen``: those members that are frozen, as if they were trained.
-    ``partial``: there may be no matrix, and nothing that ``splits`` or ``heads`` name, because
-    others are added later.
+    ``routes``, of an earlier call, hold whatever the reasons say now; dtypes may be others by now.
+    ``allow_meta`` takes parameters on the meta device. ``frozen``: the members that are frozen, as
+    if they were trained. ``partial``: there may be no matrix, and nothing that ``splits`` or
+    ``heads`` name, because others are added later.
 
     Raises:
         SelectionError: nothing is selected, a chosen parameter is no matrix, a pattern does not
@@ -620,11 +606,10 @@ def _check_selected(
     if not matrices:
         raise no_matrix(parameters)
     for setting, patterns in settings.items():
-        for pattern in patterns:
-            if pattern not in used:
-                names = [p.name for p in parameters if p.algorithm is Algorithm.MUON]
-                close = get_close_matches(pattern, names, 3, 0.0)
-                raise SelectionError(
-                    f"{setting}[{pattern!r}] matches none of {len(names)} matrix parameters, such "
-                    f"as {', '.join(close)}"
-                )
+        for pattern in sorted(patterns.keys() - used):
+            names = [p.name for p in parameters if p.algorithm is Algorithm.MUON]
+            close = ", ".join(get_close_matches(pattern, names, 3, 0.0))
+            raise SelectionError(
+                f"{setting}[{pattern!r}] matches none of {len(names)} matrix parameters, such as "
+                f"{close}"
+            )

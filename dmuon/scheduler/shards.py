@@ -1,8 +1,7 @@
 """Which rank holds which part of which matrix, and so may own it, from the reports of all ranks.
 
-A parameter of any number of dims is cut into boxes, one per rank; ranks that replicate hold equal
-boxes. A matrix is a box of its parameter too, so the part of it that a rank holds is the
-intersection of two boxes.
+Each rank holds a box of a parameter, those that replicate equal ones. A matrix is a box too, so
+the part of it that a rank holds is the intersection of two.
 
 One parameter may exist several times: a weight that tensor parallelism leaves alone is sharded
 over the data-parallel ranks of every tensor-parallel coordinate by itself. Such *copies* are
@@ -21,8 +20,6 @@ import numpy as np
 from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, holds_replicas
 from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
-
-# ---- who holds what ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +44,16 @@ class RankShards:
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
-        """Equal shards become one object, which travels between ranks once: most parameters of a
-        model are sharded alike."""
+        """Equal shards, of which there are many, become one object, which travels once."""
         one: dict[LocalShard, LocalShard] = {}
         return cls(global_rank, tuple(one.setdefault(shard, shard) for shard in shards))
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The shards of all ranks, which are counted in the order of ``reports``.
-
-    ``specs`` holds one matrix for every copy of every matrix of the model. ``copies`` are the
-    groups of ranks that hold a copy of each parameter together, ``holders`` those of each matrix.
-    """
+    """The shards of all ranks, in the order of ``reports``. ``specs`` has a matrix for every copy
+    of every matrix of the model. ``copies`` are the groups of ranks that hold a copy of each
+    parameter together, ``holders`` those of each matrix."""
 
     specs: ModelSpecs
     reports: tuple[RankShards, ...]
@@ -101,8 +95,7 @@ class ShardMap:
         return self.shard(rank, self.specs.matrices[matrix].parameter).replica
 
     def counts(self, parameter: int, rank: int) -> bool:
-        """True if ``rank`` is one of the ranks that hold every element of a parameter once: the
-        first replica of its first copy."""
+        """True if ``rank`` holds a part of the first replica of a parameter's first copy."""
         replica = self.shard(rank, parameter).replica
         return rank in self.copies[parameter][0] and not any(replica)
 
@@ -122,8 +115,7 @@ class ShardMap:
         return [found[key] for key in keys]
 
     def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same part of a matrix as ``rank``, which holds some of it, itself
-        among them; in ascending order."""
+        """The ranks, ascending, that hold the same part of a matrix as ``rank`` does."""
         parameter = self.specs.matrices[matrix].parameter
         return self._by_box(matrix)[self.shard(rank, parameter).box]
 
@@ -153,8 +145,7 @@ class ShardMap:
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that may own each matrix: all that hold the parameter together; of a stack of
-        matrices, those that hold this one."""
+        """The ranks that may own each matrix: all that hold the parameter, or this item of it."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         numbers: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         found = []
@@ -192,11 +183,8 @@ class ShardMap:
 
 
 def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
-    """Join the reports of all ranks; the same result, or the same error, on every rank.
-
-    Raises:
-        OwnershipError: ranks contradict each other, or their boxes do not tile a parameter.
-    """
+    """Join the reports of all ranks; the same result on every rank, or OwnershipError if they
+    contradict each other, or their boxes do not tile a parameter."""
     mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
     copies = [
         _copies(p.name, [report.shards[i].ranks for report in reports], mesh_rank)
@@ -277,15 +265,10 @@ def evenly_sharded(
     specs: ModelSpecs, topology: Topology, ep: int = 1, *, whole: bool = False
 ) -> ShardMap:
     """What each rank holds of a model that nobody has built yet: FSDP2 cuts the rows of every
-    parameter into equal chunks, over all axes but those of replicas. ``whole``: over none.
-
-    With ``ep`` each stack is first cut into so many equal parts, one for each of the ``ep``
-    innermost ranks. What such a part has is cut by its rows where all ranks are more than there are
-    items, as torchtitan does with experts.
-
-    Raises:
-        PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none.
-    """
+    parameter into equal chunks, over all axes but those of replicas. ``whole``: over none. With
+    ``ep`` each stack is first cut into a part for each of the ``ep`` innermost ranks, and that by
+    its rows where all ranks are more than there are items, as torchtitan does with experts.
+    PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none."""
     world = topology.world
     every = tuple(range(world))
     stacks = {m.parameter for m in specs.matrices if m.form.is_stack and ep > 1}

@@ -1,16 +1,9 @@
-"""Planning: from a model, a mesh and prices to the plan that says who owns what.
+"""Planning: prices -> problem -> counts -> owners (placement) -> batches -> plan.
 
-::
-
-    prices ─▶ problem ─▶ counts ─▶ owners ─▶ batches ─▶ plan
-                                  (placement)
-
-Counts come from one of `SOLVERS`; a new one is a function here and a line in that table. "auto"
-begins with the greedy solver. If that is not proven optimal, it asks the covering search
-(`bound.cover`). If that leaves a gap, it asks column generation (`columns`), and the covering
-search again with the values that were found. Whatever a solver says is checked here by our own
-arithmetic: counts must be feasible and better than those known, and a bound counts only if `bound`
-computes it again. Work limits come first, the wall clock is the last one.
+Counts come from one of `SOLVERS`. "auto" begins with the greedy solver; until a plan is proven
+optimal, it asks the covering search (`bound.cover`), column generation (`columns`), and the search
+again with the values that were found. Counts must be feasible and better than those known, and a
+bound counts only if `bound` computes it again. Work limits come first, the wall clock is the last.
 """
 
 from __future__ import annotations
@@ -67,10 +60,9 @@ def solve(
 ) -> OwnershipPlan:
     """Assign every matrix to an owner, balancing predicted time.
 
-    Pure; equal input gives an equal plan, in whatever order the matrices come. A matrix that one
-    rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
-    Without ``limits`` any rank may own anything, and keeps what `StateSizes.limits` says.
-    ``batch_numel``: the most elements of a batch of several matrices.
+    Pure; equal input gives an equal plan, in whatever order the matrices come. Without ``limits``
+    any rank may own anything, and keeps what `StateSizes.limits` says. ``batch_numel``: the most
+    elements of a batch of several matrices.
 
     Raises:
         PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
@@ -239,8 +231,8 @@ def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
 
 
 def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike. What
-    only one domain may take comes first, then the costliest, each where owners are least busy."""
+    """[domains, shapes]: how many of each shape a domain takes: what only one may take first, then
+    the costliest, each where owners are least busy."""
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
     sizes = np.array([sum(c.size for c in domain) for domain in domains])
     loads = np.array([sum(c.fixed * c.size for c in domain) for domain in domains]) / sizes
@@ -286,9 +278,6 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     return filled if is_better else counts
 
 
-# ---- co-owners ---------------------------------------------------------------------------
-
-
 def _with_co_owners(
     plan: OwnershipPlan,
     problem: Problem,
@@ -300,13 +289,9 @@ def _with_co_owners(
     batch_numel: int,
     budget: Budget,
 ) -> OwnershipPlan:
-    """``plan``, in which each matrix has one owner, or a better one in which ranks share matrices.
-
-    Where sharing was not asked for, or saves too little, the plan says how long it would take.
-
-    Raises:
-        PlanError: a number of co-owners was asked for that is not possible.
-    """
+    """``plan``, in which each matrix has one owner, or a better one in which ranks share matrices;
+    PlanError if they cannot be as many as was asked for. Where sharing was not asked for, or saves
+    too little, the plan says how long it would take."""
     specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
     if isinstance(asked, int):
         check_size(plan, asked)
@@ -354,16 +339,10 @@ def _shared_owners(problem: Problem, sharing: Sharing, order: Sequence[int]) -> 
     return owners
 
 
-# ---- memory ------------------------------------------------------------------------------
-
-
 def _tight(problem: Problem, budget: Budget) -> Counts:
-    """Counts where the memory cap leaves little. They start from how the fullest rank stores least,
-    whatever the time: the same assignment problem, with bytes in place of ticks.
-
-    Raises:
-        PlanError: nothing fits; states the smallest cap that does, as far as it is known.
-    """
+    """Counts where the memory cap leaves little. They start from how the fullest rank stores least:
+    the same assignment problem, with bytes in place of ticks. PlanError, with the smallest cap that
+    is known to fit, if none is found."""
     cap = problem.memory_cap
     assert cap is not None
     in_bytes = replace(
@@ -408,9 +387,6 @@ def _check_fixed_bytes(limits: OwnerLimits, world: int, layout: Layout) -> None:
 
 def _mebibytes(nbytes: int) -> str:
     return f" ({nbytes / 2**20:.1f} MiB)" if nbytes >= 2**20 else ""
-
-
-# ---- owners and batches ------------------------------------------------------------------
 
 
 def _owners(

@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 @dataclass(frozen=True, slots=True)
 class Box:
     """Elements ``offset .. offset + shape`` of a tensor; with ``steps``, of interleaved matrices,
-    every so manyth of a dim. Where both of two boxes have steps in a dim, they are equal.
+    every so manyth of a dim, where other boxes have as many or none.
 
     >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
     Box(offset=(2, 1), shape=(1, 2))
@@ -117,11 +117,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The ``box`` of a parameter that one rank holds.
-
-    ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
-    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate.
-    """
+    """The ``box`` of a parameter that one rank holds, its coordinates along the mesh axes that
+    replicate, and the global ``ranks`` that hold the parameter together, sorted."""
 
     ranks: tuple[int, ...]
     replica: tuple[int, ...]
@@ -187,9 +184,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """One operand of Newton-Schulz: a box of a parameter, read by ``form``. The box begins at
-    element ``start`` of the parameter in row-major order, and has every ``steps``-th of its (rows,
-    columns); ``parameter`` is an index into `ModelSpecs.parameters`."""
+    """One operand of Newton-Schulz: a box of a parameter (an index into `ModelSpecs.parameters`),
+    read by ``form``, from element ``start`` on, with every ``steps``-th of the (rows, columns)."""
 
     name: str
     parameter: int
@@ -210,8 +206,7 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """(short side, long side, dtype), which decide its cost and its batches: a matrix and its
-        transpose take the same work, so they are one shape."""
+        """(short side, long side, dtype): what decides cost and batches."""
         return (min(self.shape), max(self.shape), self.dtype)
 
     def box(self, shape: Sequence[int]) -> Box:
@@ -288,25 +283,20 @@ class ModelSpecs:
         return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.MUON)
 
 
-# ---- who may own what -------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class OwnerLimits:
     """Fixed loads, the memory cap, and which ranks may own which matrix.
 
-    ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
-    anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
-    the parameters, that of what the rank holds; not AdamW's time, which is the same on all ranks.
+    ``fixed_ms`` and ``fixed_bytes``: work and optimizer state that each rank has anyway (empty:
+    none). `dedicate_params` counts AdamW's state and momentum that lies with the parameters.
     ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
     the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
     where momentum lies with the owners, and none elsewhere.
 
     A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
     one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
-    the domain of each matrix; empty means that every rank may own every matrix. Matrices of
-    different domains are never batched together, so equal sets of ranks should be one domain.
-    """
+    the domain of each matrix; empty: every rank may own every matrix. Only matrices of one domain
+    are batched together."""
 
     fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
@@ -361,8 +351,7 @@ class OwnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Bytes of optimizer state: per element of each parameter, and what a variant keeps of each
-    matrix with its owner."""
+    """Bytes of optimizer state: per element of each parameter, and of each matrix at its owner."""
 
     per_element: tuple[int, ...]
     at_owners: tuple[int, ...]
@@ -377,8 +366,7 @@ class StateSizes:
     def limits(
         self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None
     ) -> OwnerLimits:
-        """Without domains. With ``reduce_to_owner`` each rank has AdamW's state of the whole model;
-        in `dedicated` it is not known yet who shards the rest."""
+        """Without domains, and in `dedicated` without AdamW's state, whose ranks nobody knows."""
         adamw = [i for i in specs.adamw_parameters() if layout is Layout.REDUCED]
         whole = sum(specs.parameters[i].numel * self.per_element[i] for i in adamw)
         each = self.at_owners

@@ -56,7 +56,6 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     add = parser.add_argument
     layouts = (
         "replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
@@ -140,25 +139,17 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         options: Any = config.ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide)
         if layout != "replicated":
             options = config.ShardedOptions() if layout == "sharded" else config.DedicatedOptions()
+        # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
+        muon = {"lr": args.lr, "ns_dtype": ns_dtype, "adamw_eps": 1e-4}
         report = check_step_equivalence(
-            build,
-            loss_of,
-            batches,
-            mesh,
+            build, loss_of, batches, mesh, layout=layout, steps=args.steps,
             parallelize=lambda model: case.data_parallel(model, mesh),
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
-            layout=layout,
-            steps=args.steps,
             options=replace(options, timeout_s=_TIMEOUT_S),
             kernels=_FIXED if args.bitwise else config.KernelOptions(),
             planner=config.PlannerOptions(co_owners=co_owners or "off"),
-            data_axes=case.data_axes,
-            lr=args.lr,
-            ns_dtype=ns_dtype,
-            # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
-            adamw_eps=1e-4,
-            **_VARIANTS.get(variant, {}),
-        )
+            data_axes=case.data_axes, **muon, **_VARIANTS.get(variant, {}),
+        )  # fmt: skip
         name = " ".join(filter(None, (case.name, variant)))
         yield from (replace(row, case=name, seed=seed) for row in report.rows)
 
@@ -169,8 +160,6 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     store, limit = f"file://{folder}/store{world}", timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
-    # Some rows ask for a dtype that measured kernels are not for; the table says which ran.
-    warnings.filterwarnings("ignore", "dmuon: the plan's kernels were chosen for")
     warnings.filterwarnings("ignore", "dmuon: the default process group waits")  # these meshes do
     if args.plant_fault and rank == world - 1:
         adjusted = Hyper.adjusted
@@ -181,20 +170,17 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         if rank == 0:
             Path(folder, f"rows{world}.json").write_text(json.dumps(rows))
     finally:
-        # DistributedDataParallel holds the group; let go of it first, so that the group's threads
-        # end here and not in the interpreter's exit.
+        # Of DistributedDataParallel, which holds the group, so that its threads end here.
         gc.collect()
         dist.destroy_process_group()
-
-
-# What takes seconds to import; the last for what `DTensor` imports when it is first used.
-_IMPORTS = ["dmuon.tools.check", "dmuon.tools.parallel_models", "torch.distributed.pipelining"]
 
 
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
     """All rows, layout by layout."""
     rows: list[EquivalenceRow] = []
-    multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all processes
+    # What takes seconds to import, once for all; the last because `DTensor` imports it when used.
+    slow = ["dmuon.tools.check", "dmuon.tools.parallel_models", "torch.distributed.pipelining"]
+    multiprocessing.set_forkserver_preload(slow)
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             if len(worlds) > 1:  # minutes on few cores

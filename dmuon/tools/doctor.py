@@ -33,7 +33,6 @@ _FRAMEWORKS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     lines = "write the lines there, by name; - for standard output alone"
     parser.add_argument("--json", metavar="PATH", help=lines)
 

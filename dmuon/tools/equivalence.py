@@ -52,14 +52,11 @@ Batches = Callable[[int, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class EquivalenceRow:
-    """The outcome of one comparison, the same on every rank.
-
-    ``max_abs_diff`` is the largest difference of any weight element after any step,
-    ``max_loss_diff`` of any loss; ``max_update_diff`` the largest relative Frobenius difference of
-    one matrix's update. ``difference`` is what decides, ``criterion`` says of what it is,
-    ``yardstick`` how far moving gradients by a rounding carries it (of a loss: the weights).
-    ``worst``: which parameter at which step on which rank. ``bitwise``: whether every matrix was
-    to the bit what a single process makes of it; None where kernels are "auto"."""
+    """The outcome of one comparison, the same on every rank: the largest difference of any weight
+    element after any step, of any loss, and (relative, Frobenius) of any update. ``difference`` is
+    what decides, ``criterion`` says of what it is, ``yardstick`` how far moving gradients by a
+    rounding carries it (of a loss: the weights), ``worst`` where it was. ``bitwise``: whether every
+    matrix was to the bit what a single process makes of it; None where kernels are "auto"."""
 
     layout: str
     mesh: str
@@ -155,26 +152,22 @@ def check_step_equivalence(
     Call it on every rank of an initialized group (or in a single process).
 
     Args:
-        build_model: makes the model, unparallelized. The reference starts from the weights of
-            the parallelized model.
+        build_model: makes the model, unparallelized.
         loss_fn: ``(model, inputs) -> loss``, a mean over the inputs.
-        batches: ``(step, data_rank) -> inputs``; make them differ from data rank to data rank. The
-            reference takes the mean of the data ranks' losses, which is the loss of the joint
-            batch when all have as many inputs.
-        mesh: for `dedicate_params`.
+        batches: ``(step, data_rank) -> inputs``, of as many inputs each, and different ones. The
+            reference takes the mean of the data ranks' losses.
+        mesh: for `dedicate_params`, as are ``layout``, ``options`` and ``planner``.
         parallelize: `DistributedDataParallel`, a function that calls `fully_shard` or
             `parallelize_module`; identity by default. In the `dedicated` layout it gets the model
             after `dedicate_params`, and `fully_shard` inside it does not see what dmuon keeps;
             None leaves all gradients to dmuon.
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
-            `dedicate_params`, as tensor parallelism must be there.
+            `dedicate_params`.
         steps: how many steps to compare.
-        layout: for `dedicate_params`, as are ``options`` and ``planner``.
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
             "auto") every rank also makes each update by itself, from whole gradient and momentum,
             and what it stores must be equal to the bit.
-        data_axes: the mesh axes along which data differ; all but "tp" by default. Data ranks are
-            numbered along them in mesh order; ranks that differ in other axes only are one.
+        data_axes: the mesh axes along which data differ; all but "tp" by default.
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
 
     Raises:
@@ -184,11 +177,10 @@ def check_step_equivalence(
     Where NS runs in the weights' own precision (or better) the weights must agree to 1e-5, and so
     must losses where forward runs in float32. In half precision a difference of 1e-7 in a gradient
     can flip roundings worth percents of an update, so there each step starts from the same weights,
-    and each matrix's change beyond what rounding to its dtype explains (with ``reduce_to_owner``
-    also each published update) is judged, by the Frobenius norm of the difference and by its norm.
-    4 yardsticks are allowed, at least 4 units in the last place of the coarsest dtype. A smaller
-    error passes: compare with ``ns_dtype=torch.float32``, too. The reference shares the choice of
-    matrices and the Newton-Schulz iteration with dmuon.
+    and each matrix's change beyond what rounding explains (with ``reduce_to_owner`` also each
+    published update) is judged by its norm and that of the difference: 4 yardsticks are allowed, at
+    least 4 units in the last place of the coarsest dtype. A smaller error passes: compare with
+    ``ns_dtype=torch.float32``, too. The reference shares routing and Newton-Schulz with dmuon.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
@@ -201,16 +193,14 @@ def check_step_equivalence(
     )
     wrapped, own = _distribute(model, parallelize or (lambda model: model), request)
     try:
-        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, kernels.is_fixed)
+        trial = _Trial(own, twin, wrapped, data_axes, muon_kwargs)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
 
 
 def _distribute(
-    model: nn.Module,
-    parallelize: Callable[[nn.Module], nn.Module],
-    request: Request,
+    model: nn.Module, parallelize: Callable[[nn.Module], nn.Module], request: Request
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if request.layout != Layout.DEDICATED:
@@ -262,8 +252,7 @@ def _data_rank(
 
 @dataclass
 class Measured:
-    """The largest difference of some quantity, and its yardstick: the most that moved gradients
-    changed it, at first the least that it can be."""
+    """The largest difference of some quantity, and the most that moved gradients changed it."""
 
     criterion: str
     yardstick: float = 0.0
@@ -314,17 +303,15 @@ class _Trial:
         twin: nn.Module,
         wrapped: nn.Module,
         data_axes: Sequence[str] | None,
-        options: object,
         muon_kwargs: dict[str, Any],
-        is_fixed: bool,
     ) -> None:
         self.own, self.model, self.twin = own, wrapped, twin
-        self.bits = _Bits() if is_fixed else None
+        self.bits = _Bits() if own.asked.kernels.is_fixed else None
         self.data = _data_rank(own.plan.topology, own.rank, data_axes)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
-        self.opt = Muon(wrapped, **muon_kwargs, verify_every=1 if is_fixed else None)
+        self.opt = Muon(wrapped, **muon_kwargs, verify_every=None if self.bits is None else 1)
         if self.bits is not None:
             for engine in self.opt._run.engines:
                 engine.verifier = self.bits
@@ -337,7 +324,7 @@ class _Trial:
         self.reference, self.moved = _Reference(twin, *how), _Reference(copy.deepcopy(twin), *how)
         momentum = self.opt.param_groups[0].get("momentum_dtype")
         rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
-        self.roundings = _Roundings(options, own, rounded)
+        self.roundings = _Roundings(own, rounded)
         # A third model and its weights, for options with which dmuon casts weights to use them.
         self.cast: tuple[nn.Module, list[nn.Parameter]] | None = None
         if self.roundings.used is not None:
@@ -385,9 +372,8 @@ class _Trial:
         self, loss_fn: Loss, batches: Batches, step: int, generator: torch.Generator
     ) -> list[float]:
         """Give both references the mean gradient over all data ranks' inputs; return their losses.
-
-        The reference sums gradients in float32 or better, because an oracle must not round. The
-        moved reference sums as dmuon may, where dmuon casts weights those of cast weights."""
+        The moved reference sums as dmuon may, where dmuon casts weights gradients of cast weights;
+        the other in float32 or better, because an oracle must not round."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded, losses, count = list(sums), [], self.data[1]
         for r in range(count):
@@ -448,8 +434,7 @@ class _Trial:
                 found, by_moving = (float((t - theirs).abs().max()) for t in (ours, moved))
                 self.findings["weights"].see(found, by_moving, where)
                 expected = theirs.double() - view(self.reference.before[i]).double()
-                # What storing the weights in their dtype may cost is not a difference of the
-                # updates: each side rounds to half a unit in the last place.
+                # Each side rounds to half a unit in the last place when it stores the weights.
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
@@ -481,21 +466,15 @@ class _Trial:
         most = max((len(batch.co_owners) for batch in plan.batches), default=0)
         forms += [f"{most} co-owners"] * bool(most)
         return EquivalenceRow(
-            layout=layout + (f" ({', '.join(forms)})" if forms else ""),
-            mesh=mesh,
+            layout=layout + (f" ({', '.join(forms)})" if forms else ""), mesh=mesh, steps=steps,
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
             ns_dtype=dtype_name(self.ns_dtype),
-            steps=steps,
-            max_abs_diff=weights.value,
-            max_loss_diff=losses.value,
+            max_abs_diff=weights.value, max_loss_diff=losses.value,
             max_update_diff=max((m.value for m in updates if m.criterion == _UPDATE), default=0.0),
-            criterion=deciding.criterion,
-            difference=deciding.value,
-            yardstick=deciding.yardstick,
-            tolerance=deciding.tolerance,
-            worst=deciding.where,
+            criterion=deciding.criterion, difference=deciding.value, worst=deciding.where,
+            yardstick=deciding.yardstick, tolerance=deciding.tolerance,
             bitwise=None if self.bits is None else not self.bits.different,
-        )
+        )  # fmt: skip
 
 
 def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
@@ -568,8 +547,8 @@ class _Roundings:
     own. ``each``: the coarsest that the gradient of each parameter goes through; of matrices
     that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum."""
 
-    def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
-        plan, parameters = own.plan, list(own.parameters)
+    def __init__(self, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
+        plan, parameters, options = own.plan, list(own.parameters), own.asked.options
         self.used = options.param_dtype if isinstance(options, DedicatedOptions) else None
         self.summed: torch.dtype | None = None
         if isinstance(options, DedicatedOptions | ReplicatedOptions) and plan.topology.world > 1:
@@ -644,8 +623,7 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
 
 def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
     """Frobenius norm of the difference of two updates, and the difference of their norms, which
-    rounding changes ten times less. Both without what is ``free``, and relative to the second's
-    norm."""
+    rounding changes ten times less; without what is ``free``, relative to the second's norm."""
     ours, theirs = ours.double(), theirs.double()
     size = float(theirs.norm())
     both = float((ours - theirs).norm()), abs(float(ours.norm()) - size)

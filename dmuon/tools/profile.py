@@ -28,19 +28,15 @@ _WIDTH = 110  # columns of what is printed to anything but a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     what = parser.add_argument_group("what to measure").add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"{MODELS} (see python -m dmuon plan --help)")
     what.add_argument("--shapes", metavar="MxN,...", help="such as 1024x4096,512x512")
     add = parser.add_argument
     add("--dtype", help="of the parameters (default: the model's own; float32 for --shapes)")
-    add(
-        "--layout",
-        choices=("replicated", "sharded", "dedicated"),
-        default="replicated",
-        help="whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
-        "momentum and normalization too (default: %(default)s)",
-    )
+    layouts = ("replicated", "sharded", "dedicated")
+    whose = "whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
+    whose += "momentum and normalization too (default: %(default)s)"
+    add("--layout", choices=layouts, default="replicated", help=whose)
     count, most = positive(int), PlannerOptions().max_batch
     add("--max-batch", type=count, default=most, metavar="B", help="default: %(default)s matrices")
     late = "what is not reached in this time is estimated (default: %(default)g)"
@@ -50,12 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=count, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
     add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
-    add(
-        "--out",
-        metavar="PATH",
-        help="write the cost table there, for costs=PATH and python -m dmuon plan --costs PATH; "
-        "- for standard output alone",
-    )
+    out = "write the cost table there, for costs=PATH and python -m dmuon plan --costs PATH; - for "
+    add("--out", metavar="PATH", help=out + "standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:

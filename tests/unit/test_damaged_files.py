@@ -482,11 +482,10 @@ SECONDS = hostile(search__seconds=0)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (deep(10_000), "nested 10,000 deep, expected at most 16"),
-    ("[" * 1_000_000, "nested 1,000,000 deep"),
-    (hostile(search__note="X").replace('"X"', deep(100)), "nested 102 deep"),
-    (hostile(search__note='\\"[[[' * 99).replace('"engine"', f'"a": {deep(99)}, "engine"'),
-     "nested"),
+    (deep(100_000), "expected JSON, found"),
+    ("[" * 1_000_000, "expected JSON, found"),
+    (hostile(search__note="X").replace('"X"', deep(100)), "note: expected a text.*found a list"),
+    (hostile(search__note="X").replace('"engine"', f'"a": {deep(99)}, "engine"'), "digest"),
     ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
     (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
     (hostile(topology__shape=[10**9]), "at most 100,000 ranks"),
@@ -494,7 +493,8 @@ SECONDS = hostile(search__seconds=0)
     (hostile(search__seconds=10**30), "seconds: expected a number"),
     (SECONDS.replace('"seconds": 0', '"seconds": 1e999'), r"infinite.*1e999"),
     (hostile(search__seconds=math.nan), "NaN"),
-    (hostile(search__seconds=10**400), "401 digits"),
+    (hostile(search__seconds=10**400), "seconds: expected a number"),
+    (SECONDS.replace('"seconds": 0', f'"seconds": {"9" * 5_000}'), "digits|expected a number"),
     (SECONDS.replace('"seconds": 0', '"seconds": 0, "seconds": 1'), "'seconds' twice"),
     (hostile(search__note=["x"]), r"note: expected a text.*found a list"),
     (hostile(specs__parameters=7), "specs.parameters: expected a list, found 7"),

@@ -133,7 +133,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
         (b"{", "is no configuration: expected JSON"),
         (b"[1]", "expected an object, found a list"),
         (b"null", "expected an object, found None"),
-        (b"[" * 100_000, "nested"),
+        (b"[" * 100_000, "expected JSON"),
         (b"\xff\xfe\x00", "is no configuration"),
     ):
         path.write_bytes(content)

@@ -198,6 +198,19 @@ def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
         assert bound <= Holdings(simpler, simple, limit).bound()
 
 
+@pytest.mark.parametrize("more", [1, 3])
+def test_alike_domains_are_one_only_if_their_owners_are_in_alike_company(more):
+    keys = (SHAPES[0],) * 4 + (SHAPES[1],) * (1 + more)
+    limits = OwnerLimits(domains=((0, 1), (2, 3)), domain_of=(0, 0, 1, 1, 0) + (1,) * more)
+    problem = Instance(keys, 4, dict.fromkeys(SHAPES[:2], (1.0, 1.5)), limits).problem()
+    simpler = relaxed(problem)
+    if more == 1:
+        assert [shape.count for shape in simpler.shapes] == [4, 2]
+        assert simpler.classes[0].ranks == (0, 1, 2, 3) and len(simpler.classes) == 1
+    else:
+        assert simpler is problem, "the first owners have one matrix beside, the others three"
+
+
 @slow
 @given(instances())
 def test_local_search_keeps_feasibility_and_never_loses(instance):
