@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import importlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -110,30 +111,36 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
         name = names[0] if isinstance(names, list) else names
         found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-        if not is_model:
-            raise PlanError(
-                f"{here} has no model {name!r}, which 'architectures' names{remote}: install a "
-                f"version that has it, or pass {OWN_FUNCTION}"
-            )
-        return found, found.config_class
+        if is_model:
+            return found, found.config_class
+        lacking = f"{here} has no model {name!r}, which 'architectures' names{remote}"
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        if names:
+            raise PlanError(f"{lacking}: install a version that has it, or pass {OWN_FUNCTION}")
         nested = [k for k, v in config.items() if isinstance(v, dict) and "model_type" in v]
         inside = f" (beside that, {', '.join(nested)} would each be a configuration)" * bool(nested)
         what = f"has no model_type {kind!r}" if kind else "needs 'architectures' or 'model_type'"
         raise PlanError(f"{here} {what}{remote}{inside}: add it, or pass {OWN_FUNCTION}")
     settings = transformers.CONFIG_MAPPING[kind]
-    for mapping in (*(getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in _TASKS),
-                    transformers.MODEL_MAPPING):  # fmt: skip
-        if settings in mapping:
-            found = mapping[settings]
-            return (found[0] if isinstance(found, tuple) else found), settings
-    raise PlanError(f"{here} has no model for model_type {kind!r}: pass {OWN_FUNCTION}")
+    tasks = [getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in _TASKS]
+    tasks = [of[settings] for of in (*tasks, transformers.MODEL_MAPPING) if settings in of]
+    classes = [of[0] if isinstance(of, tuple) else of for of in tasks]
+    if not classes:
+        raise PlanError(f"{here} has no model for model_type {kind!r}: pass {OWN_FUNCTION}")
+    if not names:
+        return classes[0], settings
+    end = "For" + str(name).rpartition("For")[2]
+    made = next((found for found in classes if found.__name__.endswith(end)), classes[0])
+    told = f"planned as {made.__name__}, its model of model_type {kind!r}"
+    logging.getLogger("dmuon").warning("%s: %s", lacking, told)
+    return made, settings
 
 
 def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
     """The model that a Hugging Face configuration describes, on the meta device.
 
-    ``architectures`` names its class; without it ``model_type`` decides. Quantization is left out,
+    ``architectures`` names its class; where transformers has none of that name ``model_type``
+    decides, which the logger ``dmuon`` says, and where it is left out. Quantization is left out,
     because weights are trained unquantized, and code that comes with a configuration is not run.
     ``dtype`` replaces the one that the configuration names.
 

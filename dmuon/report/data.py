@@ -128,7 +128,7 @@ class LoadBalanceReport:
 
     As far as they are known: the ``model``'s name, the ``source`` of its sizes, the bytes of the
     fullest rank by purpose (``memory``), and the optimizer's param ``groups``: (number, algorithm,
-    learning rate, weight decay)."""
+    learning rate, weight decay). ``sharing`` is how its reader asks for co-owners."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
@@ -136,6 +136,7 @@ class LoadBalanceReport:
     source: str = ""
     memory: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, str, float, float], ...] = ()
+    sharing: str = "PlannerOptions(co_owners='auto')"
 
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
@@ -356,13 +357,14 @@ def _device(plan: OwnershipPlan) -> str:
 def title(plan: OwnershipPlan, model: str = "") -> list[str]:
     """What is planned, and for what."""
     topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
-    mesh, axes = " x ".join(map(str, topology.shape)), ", ".join(topology.axes)
+    mesh, axes = " x ".join(map(str, topology.shape)), f" ({', '.join(topology.axes)})"
+    axes = "" if axes == " (axis0)" else axes  # a name that was made up
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
     matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
     numel = render.quantity(sum(p.numel for p in everything))
     return [
         f"{model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
-        f"mesh {mesh} ({axes}): {count_text(topology.world, 'rank')} on "
+        f"mesh {mesh}{axes}: {count_text(topology.world, 'rank')} on "
         f"{count_text(topology.nodes, 'node')} of {_device(plan)}, layout "
         f"{plan.layout.value}",
     ]
@@ -569,11 +571,12 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         bound, floor = report.certificate.shared_bound_ms, ""
         if bound is not None:
             floor = f"; no plan is faster than {text(bound)} ms, sharing or not"
+        if plan.topology.device_type == "cpu":
+            floor = f", and counts that ranks of one CPU slow each other down{floor}"
         return (
             f"none: sharing matrices would take {text(plan.shared_ms)} ms by the costs' model "
             f"({render.percent(_excess(plan.shared_ms, plan.makespan_ms), '+.0%')}). "
-            "PlannerOptions(co_owners='auto') does so from 5% less on, and counts that ranks of "
-            f"one CPU slow each other down{floor}"
+            f"{report.sharing} does so from 5% less on{floor}"
         )
     parts = []
     for s in report.shared:
@@ -625,18 +628,18 @@ def _contention_text(report: LoadBalanceReport) -> str:
 
 
 def _memory_text(report: LoadBalanceReport) -> str:
-    plan = report.plan
+    plan, text = report.plan, render.bytes_text
     state, cap = plan.state_bytes, plan.limits.memory_bytes
-    sizes = {"min": min(state), "mean": sum(state) / len(state), "max": max(state), "cap": cap}
-    if len({*state}) == 1:
-        sizes = {"": state[0], "cap": cap}
-    shown = {what: render.bytes_text(n) for what, n in sizes.items() if n is not None}
-    told = ", ".join(f"{what} {size}".strip() for what, size in shown.items())
+    least, most = min(state), max(state)
+    told = f"min {text(least)}, mean {text(sum(state) / len(state))}, max {text(most)}"
+    if text(least) == text(most):
+        told = text(most) + f" (all within {text(most - least)})" * (least < most)
+    told += "" if cap is None else f", cap {text(cap)}"
     held = not plan.layout.keeps_state_at_owners and len(state) > 1
     told = f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
     if report.memory:
-        parts = ", ".join(f"{what} {render.bytes_text(n)}" for what, n in report.memory)
-        total = render.bytes_text(sum(n for _, n in report.memory))
+        parts = ", ".join(f"{what} {text(n)}" for what, n in report.memory if n)
+        total = text(sum(n for _, n in report.memory))
         told += f". The fullest rank, activations aside: {total} ({parts})"
     return told
 
@@ -697,7 +700,7 @@ def _rank_table(report: LoadBalanceReport) -> render.Table:
     if count <= FOLD_ABOVE:
         return render.Table("Ranks", headings, rows)
     by_load = [rows[r.rank] for r in _by_load(report)]
-    more = [f"{count - 2 * SHOWN} more ranks"] + [""] * (len(headings) - 1)
+    more = [f"{count - 2 * SHOWN:,} more ranks"] + [""] * (len(headings) - 1)
     mean = ["mean", *row(f"{len(report.plan.owners) / count:.1f}", report.ranks)]
     shown = [*by_load[:SHOWN], more, *by_load[-SHOWN:], mean]
     return render.Table("Busiest and idlest ranks", headings, shown)
@@ -721,12 +724,17 @@ def _shape_table(report: LoadBalanceReport) -> render.Table:
         alone = "" if s.single_ms is None else text(s.single_ms)
         cells = [f"{s.rows} x {s.cols}", s.dtype, str(s.count), sizes]
         rows.append([*cells, text(s.each_ms), text(s.total_ms), alone, ", ".join(s.origins)])
+    numbers = ["batch sizes", "ms each", "ms in all", "ms alone", "prices"]
+    headings = ["shape", "dtype", "matrices", *numbers]
+    kinds = {(s.dtype, s.origins) for s in report.shapes}
+    same = [i for i, of in zip((1, 7), zip(*kinds)) if len({*of}) == 1]  # told once, above
+    told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i])
     if more := report.shapes[_MOST_SHAPES:]:
         count, total = sum(s.count for s in more), text(sum(s.total_ms for s in more))
         rows.append([f"{len(more)} more shapes", "", str(count), "", "", total, "", ""])
-    numbers = ["batch sizes", "ms each", "ms in all", "ms alone", "prices"]
-    headings = ["shape", "dtype", "matrices", *numbers]
-    return render.Table("Shapes", headings, rows, ("shape", "dtype", "batch sizes", "prices"))
+    headings, *rows = [[c for i, c in enumerate(r) if i not in same] for r in (headings, *rows)]
+    left = ("shape", "dtype", "batch sizes", "prices")
+    return render.Table("Shapes" + f": {told}" * bool(told), headings, rows, left)
 
 
 def _parameter_table(plan: OwnershipPlan) -> render.Table:
@@ -755,13 +763,12 @@ def _page(report: LoadBalanceReport) -> str:
         (f"lower bound{proven}", f"{text(report.lower_bound_ms)} ms"),
         ("gap to the bound", percent(report.gap)),
         ("imbalance over the mean", percent(report.imbalance)),
-        ("matrices on ranks", f"{len(report.plan.specs.matrices)} on {len(report.ranks)}"),
+        ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
     ]
-    pictures = []
-    if len(report.ranks) > 1:
-        pictures = [("Load per rank", *_loads_picture(report)), _place_picture(report)]
+    pictures = [("Load per rank", *_loads_picture(report)), _place_picture(report)]
+    if len(report.ranks) == 1:
+        tiles, pictures = tiles[:1], []
     verdict = (_verdict(report, measured), measured.replan) if measured else None
-    tiles = tiles if len(report.ranks) > 1 else tiles[:1]
     facts, tables = _facts(report), report._tables()
     return render.page(report._title(), tiles, facts, verdict, pictures, tables)
 
@@ -771,7 +778,7 @@ def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
     slots, loads = report.plan.topology.slots(), report.plan.loads_ms
     if len(loads) <= render.MOST_SHOWN:
         caption = "Predicted load by place; a row is a node."
-        return "Load by place", render.mesh_picture(slots, loads), caption
+        return "Load by place", render.mesh_picture(slots, loads, report.ms_text), caption
     some = -(-len(slots) // (render.MOST_SHOWN // 2))  # nodes in a row
     rows = []
     for first in range(0, len(slots), some):
@@ -780,11 +787,11 @@ def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
         rows.append((name, [loads[r] for ranks in slots[first : last + 1] for r in ranks]))
     nodes = f"{some} nodes" if some > 1 else "a node"
     caption = (
-        f"Predicted loads of the ranks; a row is {nodes}. The darker, the more of them have this "
-        "load; beside it the largest."
+        f"Predicted loads of the ranks; a row is {nodes}. The stronger the colour, the more of "
+        "them have this load; beside it the largest."
     )
     caption += f" {len(report.idle)} of all {len(loads)} own nothing." if report.idle else ""
-    return "Load by node", render.spread_picture(rows), caption
+    return "Load by node", render.spread_picture(rows, report.ms_text), caption
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
@@ -810,9 +817,10 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if busy else "idle"
         bars.append((f"rank {r.rank}", told, r.ms if busy else None, stroke, beside))
     what = "lower bound" if report.lower_bound_ms else "mean"
-    caption = f"Predicted load; the vertical line is the {what} of {text(zero)} ms."
+    caption = f"Predicted load, and by how much it differs from the {what} of {text(zero)} ms, the "
+    caption += "vertical line."
     if many:
-        caption += f" {len(bars)} of {len(report.ranks)} ranks, from the busiest to the idlest."
+        caption += f" {len(bars)} of {len(report.ranks):,} ranks, from the busiest to the idlest."
         caption += " Idle ones are left out." if report.idle else ""
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."

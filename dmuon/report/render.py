@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -88,10 +89,10 @@ def bytes_text(count: float) -> str:
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
     """
-    >>> count_text(1, "rank"), count_text(2, "matrix", "matrices")
-    ('1 rank', '2 matrices')
+    >>> count_text(1, "rank"), count_text(24534, "matrix", "matrices")
+    ('1 rank', '24,534 matrices')
     """
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -162,6 +163,7 @@ def _rich_list(table: Table) -> Text:
 
 def _rich_table(table: Table) -> RichTable:
     made = grid(table.headings, table.left, overflow="fold")
+    made.columns[0].no_wrap = True
     made.show_edge, made.collapse_padding, made.header_style = False, True, ""
     made.title, made.title_justify, made.title_style = table.title, "left", "bold"
     for row in table.rows:
@@ -197,6 +199,7 @@ _SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
 _NODE = 19.0  # percent of the width that the names of nodes take
 
+_DOT = re.compile(r"\.(?![^{]*\})")  # outside of braces
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
@@ -245,9 +248,9 @@ def loads_picture(bars: Sequence[Bar], bound: float) -> str:
     return _picture(height + 20, "load of each rank in milliseconds", [*parts, line])
 
 
-def spread_picture(rows: Sequence[Loads]) -> str:
-    """How the loads of the ranks of each row are spread: the darker a place on the scale, the more
-    of them are there; beside it the largest."""
+def spread_picture(rows: Sequence[Loads], number: Callable[[float], str]) -> str:
+    """How the loads of the ranks of each row are spread: the stronger the colour of a place on the
+    scale, the more of them are there; beside it the largest."""
     top = max(max(loads) for _, loads in rows) or 1.0
     height, wide = len(rows) * _ROW, (_RIGHT - _LEFT) / _BINS
     parts = _axis(top, height)
@@ -255,15 +258,16 @@ def spread_picture(rows: Sequence[Loads]) -> str:
         y, found = i * _ROW, Counter(min(int(ms / top * _BINS), _BINS - 1) for ms in loads)
         parts.append(f"<g>{_text(0, y + 13, name, 'dim')}")
         for place, count in sorted(found.items()):
-            told = f"{count} of {len(loads)} ranks: {place * top / _BINS:.4g} ms and more"
-            look = f'fill="{_colour(count / len(loads))}"'
-            cell = _rect(_LEFT + place * wide, y + 2, wide, _ROW - 3, look)
+            told = f"{count} of {len(loads)} ranks: {number(place * top / _BINS)} ms and more"
+            cell = _rect(_LEFT + place * wide, y + 2, wide, _ROW - 3, _heat(count / len(loads)))
             parts.append(f"<g><title>{told}</title>{cell}</g>")
-        parts.append(_text(100, y + 13, f"{max(loads):.4g}", "", "end") + "</g>")
+        parts.append(_text(100, y + 13, number(max(loads)), "", "end") + "</g>")
     return _picture(height + 20, "loads of the ranks of each node in milliseconds", parts)
 
 
-def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> str:
+def mesh_picture(
+    slots: Sequence[Sequence[int]], loads_ms: Sequence[float], number: Callable[[float], str]
+) -> str:
     """The mesh as a grid of slots, coloured from no load to the largest; ``slots`` holds the ranks
     of each node."""
     columns, high = max(map(len, slots)), max(loads_ms)
@@ -276,24 +280,23 @@ def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> s
             x = _NODE + column % _LINE * pitch
             y = node * row_height + column // _LINE * _SQUARE
             parts += [
-                f"<g><title>rank {rank}: {loads_ms[rank]:.6g} ms</title>",
-                _rect(x, y, pitch * 0.94, _SQUARE - 2, f'fill="{_colour(share)}"'),
-                _text(x + pitch * 0.47, y + 19, str(rank), "white" if share > 0.5 else "black",
-                      "middle") + "</g>",
+                f"<g><title>rank {rank}: {number(loads_ms[rank])} ms</title>",
+                _rect(x, y, pitch * 0.94, _SQUARE - 2, _heat(share)),
+                _text(x + pitch * 0.47, y + 19, str(rank), "on" if share > 0.5 else "", "middle"),
+                "</g>",
             ]  # fmt: skip
     y = len(slots) * row_height + 6
     for step in range(11):  # the legend
         at = _NODE + step * (100 - _NODE) / 11
-        parts.append(_rect(at, y, (100 - _NODE) / 11 + 0.2, 8, f'fill="{_colour(step / 10)}"'))
+        parts.append(_rect(at, y, (100 - _NODE) / 11, 8, _heat(step / 10)))
     parts.append(_text(_NODE, y + 22, "0 ms", "dim"))
-    parts.append(_text(100, y + 22, f"{high:.4g} ms", "dim", "end"))
+    parts.append(_text(100, y + 22, f"{number(high)} ms", "dim", "end"))
     return _picture(y + 28, "load of each slot of the mesh", parts)
 
 
-def _colour(share: float) -> str:
-    """From pale to dark blue."""
-    pale, dark = (222, 235, 247), (8, 48, 107)
-    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(pale, dark))
+def _heat(share: float) -> str:
+    """From the colour of the page nearly to the strongest, dark or light as the page is."""
+    return f'class="heat" fill-opacity="{0.12 + 0.88 * share:.3f}"'
 
 
 def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
@@ -345,16 +348,21 @@ def page(
 
 
 def _table(table: Table) -> str:
-    css = [' class="name"' if h in table.left else ' class="n"' for h in table.headings]
+    """A narrow screen shows the rows of a table with words as lists: heading, value."""
+    css = ["name" if h in table.left else "n" for h in table.headings]
 
-    def line(tag: str, cells: Sequence[str]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        if not any(cells[1:]):
+            return f'<tr><td colspan="{len(cells)}">{_escape(cells[0])}</td></tr>'
         made = ""
-        for c, cell in zip(css, map(_escape, cells), strict=True):
+        for c, heading, cell in zip(css, table.headings, map(_escape, cells), strict=True):
             # A long name is broken behind a dot.
-            made += f"<{tag}{c}>{cell.replace('.', '.<wbr/>') if 'name' in c else cell}</{tag}>"
+            shown = _DOT.sub(".<wbr/>", cell) if c == "name" else cell
+            made += f'<td class="{c}" data-of="{heading}">{shown}</td>'
         return f"<tr>{made}</tr>"
 
-    head, body = line("th", table.headings), "".join(line("td", row) for row in table.rows)
-    whole = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-    title = f"<h2>{_escape(table.title)}</h2>"
-    return f'<section>{title}<div class="scroll">{whole}</div></section>'
+    head = "".join(f'<th class="{c}">{_escape(h)}</th>' for c, h in zip(css, table.headings))
+    body = "".join(map(line, table.rows))
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    css_of = "scroll lists" if table.left else "scroll"
+    return f'<section><h2>{_escape(table.title)}</h2><div class="{css_of}">{whole}</div></section>'

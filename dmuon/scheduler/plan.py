@@ -232,7 +232,7 @@ class OwnershipPlan:
             "parameters": sorted(specs.parameters, key=lambda p: p.name),
             "frozen": sorted(specs.frozen, key=lambda p: p.name),
             "matrices": sorted(matrices),
-            "topology": self.topology,
+            "topology": _plain(self.topology) | {"axes": None},  # names decide nothing
             "batches": [
                 (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel, b.split)
                 for b in self.batches

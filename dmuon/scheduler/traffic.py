@@ -3,8 +3,8 @@
 Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. Of the
 step's own traffic the first gather and the last scatter show, and what takes longer than the
 Newton-Schulz that hides it. What travels in forward and backward is hidden behind the model, which
-is not known here. AdamW adds nothing to what a framework sends anyway; exchanges among co-owners
-are in the prices.
+is not known here. AdamW adds nothing to what a framework sends anyway, but what dmuon reduces for
+it in `reduce_to_owner` counts. Exchanges among co-owners are in the prices.
 
 FSDP2 is taken to cut dim 0 (of short stacks, dim 1). `holds_replicas` names the axes of replicas;
 in `dedicated` they are all but the last.
@@ -68,9 +68,12 @@ class Traffic:
 
     @property
     def ms(self) -> float | None:
-        """What the step sends takes so long: the slowest rank."""
-        of_step = (flow for flow in self.flows if flow.when == "step")
-        return None if self.device is None else sum(flow.ms(self.device) for flow in of_step)
+        """What the step sends takes so long: the slowest rank. None, too, where all traffic is in
+        forward and backward."""
+        of_step = [flow for flow in self.flows if flow.when == "step"]
+        if self.device is None or (self.flows and not of_step):
+            return None
+        return sum(flow.ms(self.device) for flow in of_step)
 
     @property
     def exposed_ms(self) -> float | None:
@@ -206,8 +209,12 @@ def _weight_bytes(mesh: _Mesh) -> Floats:
 
 def _reduced(mesh: _Mesh, item: int) -> Iterator[Flow]:
     yield from _broadcast(mesh, item)
-    every = np.full(mesh.world, _weight_bytes(mesh).sum())
-    yield mesh.ring("gradients", "backward", every, mesh.world, 1 - 1 / mesh.world)
+    specs, muon = mesh.plan.specs, _weight_bytes(mesh).sum()
+    others = (specs.parameters[i] for i in specs.adamw_parameters())
+    adamw = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in others)
+    # Each gradient of AdamW comes back to all ranks.
+    part = (1 - 1 / mesh.world) * (muon + 2 * adamw) / ((muon + adamw) or 1)
+    yield mesh.ring("gradients", "backward", np.full(mesh.world, muon + adamw), mesh.world, part)
 
 
 def _dedicated(mesh: _Mesh, item: int) -> Iterator[Flow]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a function that plans imports what it needs: --help does wi
 COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
-_KINDS = 16  # ranks that are looked at for the most memory
+_KINDS, _LOOKED_AT = 16, 100_000  # ranks that are looked at for the most memory; with matrices
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nic = "400Gb/node or 400Gb/gpu: a node's network card (default: the device's usual one)"
     add("--nic", metavar="RATE", help=nic)
     shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
-    add("--co-owners", type=_co_owners, metavar="auto|off|2|4|8", help=shared)
+    add("--co-owners", choices=("auto", "off", "2", "4", "8"), help=shared)
     add("--solver", help="auto (default), milp, greedy or round_robin")
     add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
     limit = "bound on the solver (default: that of PlannerOptions)"
@@ -124,12 +124,6 @@ def memory_bytes(text: str) -> int:
     return size
 
 
-def _co_owners(text: str) -> str | int:
-    if text not in ("auto", "off", "2", "4", "8"):
-        raise ArgumentTypeError(f"must be auto, off, 2, 4 or 8, found {text!r}")
-    return int(text) if text.isdigit() else text
-
-
 def _splits(text: str) -> tuple[str, str | list[int]]:
     pattern, _, values = text.rpartition("=")
     if pattern and re.fullmatch(r"interleaved:[0-9]{1,18}", values):
@@ -166,14 +160,20 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
     axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
     if args.axes is not None:
         axes = tuple(name.strip() for name in args.axes.split(","))
-    ranks_per_node = shape[-1] if args.ranks_per_node is None else args.ranks_per_node
+    ranks_per_node, world = args.ranks_per_node or shape[-1], math.prod(shape)
+    if ranks_per_node < world and world % ranks_per_node:
+        raise PlanError(
+            f"--ranks-per-node {ranks_per_node}: {world} ranks are no whole number of such nodes, "
+            f"the last would have {world % ranks_per_node}; pass a divisor of {world}"
+        )
     device_type = "cpu" if args.costs == "analytic:cpu" else GPU
     try:
         topology = Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
         raise PlanError(f"--mesh: {error}") from error
+    sharing = int(args.co_owners) if args.co_owners in ("2", "4", "8") else args.co_owners
     given = {
-        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": args.co_owners,
+        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": sharing,
         "owner_memory_bytes": args.memory, "ranks_per_node": ranks_per_node,
     }  # fmt: skip
     options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})
@@ -268,20 +268,23 @@ def _pipeline_bytes(units: Sequence[Unit], shards: ShardMap, rank: int, is_cpu: 
 
 def _plan(args: argparse.Namespace) -> int:
     from dmuon.report.data import LoadBalanceReport
+    from dmuon.report.render import printed
 
     planned, shards = _planner(args)
     plan = planned(args.solver or "auto")
     owned = Counter[int]()
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
         owned[owner] += matrix.numel
-    # One of each kind of ranks, those with most to keep and to work on.
+    # One of each kind of ranks, those with most to keep and to work on; at least four.
     kinds = {(plan.state_bytes[r], owned[r]): r for r in reversed(range(shards.world))}
-    some = [kinds[kind] for kind in sorted(kinds, reverse=True)[:_KINDS]]
-    kept = [memory_of(plan, shards, rank) for rank in some]
+    most = max(4, min(_KINDS, _LOOKED_AT // max(1, len(plan.owners))))
+    kept = [memory_of(plan, shards, kinds[k]) for k in sorted(kinds, reverse=True)[:most]]
     memory = tuple(max(kept, key=lambda found: sum(found.values())).items())
     source = PRESETS.get(args.model.lower(), {}).get("source", "")
-    report = LoadBalanceReport(plan, model=args.model, source=source, memory=memory)
-    show(lambda: str(report), report.to_dict, args.json)
+    report = LoadBalanceReport(
+        plan, model=args.model, source=source, memory=memory, sharing="--co-owners auto"
+    )
+    show(lambda: printed(report, plain=False), report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -372,15 +375,16 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text, with colours in a terminal."""
-    from dmuon.report.render import WIDTH, grid, percent, printed
+    from dmuon.report.render import WIDTH, grid, ms_text, percent, printed
 
+    best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
+    time = partial(ms_text, top=best)
     numbers: dict[str, Callable[[float], str]] = {
-        "makespan_ms": "{:.3f}".format, "lower_bound_ms": "{:.3f}".format, "gap": percent,
+        "makespan_ms": time, "lower_bound_ms": time, "gap": percent,
         "imbalance": percent, "seconds": "{:.2f}".format,
     }  # fmt: skip
     headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
     table = grid(headings, ("solver", "status"))
-    best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
     for row in rows:
         style, cells = "dim", ["-"] * len(numbers)
         if row["makespan_ms"] is not None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tests import make_presets
 transformers = pytest.importorskip("transformers")
 
 FOLDER = Path(__file__).parents[1] / "configs"
+PAGE = FOLDER.parents[1] / "docs/plan-command.md"
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 # Elements of transformers' own models. Of Kimi-K2, DeepSeek-V3 and GLM-4.5 without multi-token
 # prediction, which transformers leaves out.
@@ -86,6 +89,9 @@ def test_it_is_planned_in_seconds_with_the_sizes_of_transformers(name, tmp_path,
     plan = OwnershipPlan.from_json(path.read_text())
     assert len(plan.owners) == len(plan.specs.matrices) and data["certificate"]["ok"]
     assert path.stat().st_size < 16 << 20
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"{len(CONFIGS)} published models" in page
+    assert name != "kimi-k2" or f"Kimi-K2 ({len(plan.owners):,} matrices)" in page
     assert seconds < 20, seconds
 
 
@@ -141,6 +147,32 @@ def test_without_architectures_the_type_decides(kind, made):
     assert type(build({"model_type": kind})).__name__ == made
 
 
+@pytest.mark.parametrize(("config", "made"), [
+    ({"architectures": ["MPTForCausalLM"], "model_type": "mpt", "auto_map": {}}, "MptForCausalLM"),
+    # Not the first of its model_type: the one for the same task.
+    ({"architectures": ["MyForCausalLM"], "model_type": "bart"}, "BartForCausalLM"),
+    ({"architectures": ["T5Custom"], "model_type": "t5"}, "T5ForConditionalGeneration"),
+    ({"architectures": ["LlamaConfig"], "model_type": "llama"}, "LlamaForCausalLM"),
+    ({"architectures": [3], "model_type": "llama"}, "LlamaForCausalLM"),
+])  # fmt: skip
+def test_an_unknown_class_of_a_known_type_is_replaced_and_that_is_said(
+    config, made, tmp_path, capsys
+):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    program = "import sys; from dmuon.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["plan", "--model", str(path), "--mesh", "8", "--json", "-"]
+    found = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True)
+    (line,) = found.stderr.splitlines()
+    assert found.returncode == 0
+    assert re.search(f"has no model .* planned as {made}, its model of model_type", line)
+    assert ("auto_map, is not run" in line) == ("auto_map" in config)
+    elements = sum(p["numel"] for p in json.loads(found.stdout)["parameters"])
+    own = getattr(transformers, made)
+    with torch.device("meta"):
+        assert elements == own(own.config_class()).num_parameters()
+
+
 @pytest.mark.parametrize(("config", "told"), [
     ({}, "needs 'architectures' or 'model_type'"),
     (SMALL, "needs 'architectures' or 'model_type'"),
@@ -148,7 +180,7 @@ def test_without_architectures_the_type_decides(kind, made):
     ({"model_type": "no_such"}, "has no model_type 'no_such'"),
     ({"model_type": 7}, "has no model_type 7"),
     ({"model_type": "no_such", "auto_map": {}}, r"its own code, auto_map, is not run.*module:func"),
-    ({"architectures": ["MyForCausalLM"], "model_type": "llama", "auto_map": {}},
+    ({"architectures": ["MyForCausalLM"], "model_type": "my_llama", "auto_map": {}},
      r"has no model 'MyForCausalLM'.*is not run"),
     ({"architectures": ["LlamaConfig"]}, "has no model 'LlamaConfig'"),
     ({"architectures": [3]}, "has no model 3"),

@@ -166,6 +166,46 @@ def test_the_live_model_runs_it_and_takes_the_memory_that_was_told(
         assert found["domains"] == expected
 
 
+@distributed()
+def run_dedicated(rank: int, world: int, name: str, text: str) -> dict[str, int]:
+    """A step on 2 x 2 ranks, of which FSDP2 shards the rest; bytes of this rank by purpose."""
+    plan, model = OwnershipPlan.from_json(text), live(name)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = dmuon.dedicate_params(model, mesh, plan=plan, layout="dedicated")
+    fully_shard(model, mesh=mesh, ignored_params=own.dedicated_params)
+    opt = dmuon.Muon(model, ns_dtype=torch.bfloat16)
+    tokens = torch.randint(48, (2, 8), generator=torch.Generator().manual_seed(rank))
+    model(tokens, labels=tokens).loss.backward()
+    opt.step()
+    opt.synchronize()
+    state = {n: nbytes(opt.state[p]) for n, p in model.named_parameters()}
+    muon = {plan.specs.parameters[i].name for i in plan.specs.muon_parameters()}
+    # A stack of which several ranks keep a part shows a placeholder on all of them.
+    buckets = [b for layer in own.runtime.storage.layers for b in layer.buckets]
+    kept = sum(part.untyped_storage().nbytes() for b in buckets for _, part in b._kept)
+    found = {
+        "weights": kept + sum(nbytes(p) for p in {*model.parameters()} - own.dedicated_params),
+        "momentum": sum(state[n] for n in muon),
+        "AdamW state": sum(state[n] for n in state.keys() - muon),
+    }
+    own.close()
+    return found
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_dedicated_with_replicas_takes_the_memory_that_was_told(name, tmp_path, pools, capsys):
+    options = "--mesh", "2x2", "--layout", "dedicated", "--costs", "analytic:cpu"
+    plan = saved(name, tmp_path, *options)
+    shards = evenly_sharded(plan.specs, plan.topology, whole=True)
+    ranks = pools(4).run(__name__, "run_dedicated", {"name": name, "text": plan.to_json()})
+    for rank, found in enumerate(ranks):
+        told = memory_of(plan, shards, rank)
+        assert found == {purpose: told[purpose] for purpose in found}
+    kept = [found["weights"] for found in ranks]
+    assert kept[:2] == kept[2:], "replicas keep the same weights"
+    assert len({found["momentum"] for found in ranks}) > 1, "but each momentum lies with one owner"
+
+
 @distributed(4)
 def test_expert_parallel_shards_are_those_that_are_planned(rank, world):
     """As torchtitan shards experts: over the inner axis by items, over the outer one by rows where

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import math
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +25,9 @@ from hypothesis import strategies as st
 from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.report.data import LoadBalanceReport
+from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
@@ -157,6 +165,49 @@ def test_a_layout_says_who_may_own_and_what_a_rank_holds(capsys, layout):
 
 def test_the_default_is_sharded(capsys):
     assert json.loads(succeed(capsys, *SMALL, "--json", "-"))["layout"] == "sharded"
+
+
+def test_a_saved_plan_fits_a_mesh_by_any_name(capsys, tmp_path):
+    plan = saved(capsys, tmp_path / "plan.json", *SMALL[:3], "--mesh", "16")
+    for axes in (("dp",), ("shard",), ("axis0",)):
+        topology = Topology((16,), axes, 16, "cuda")
+        found = fitted_plan(plan, plan.specs, topology, plan.layout)
+        assert found.owners == plan.owners and found.fingerprint() == plan.fingerprint()
+        assert certify(found).ok and certify(found).proven
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(80, 80), (160, 160), (None, 100)])
+def test_the_report_is_as_wide_as_the_terminal(columns, widest):
+    """Its lists of names aside, of which each stays in one piece."""
+    command = [sys.executable, "-m", "dmuon", "plan", "--model", "qwen3-30b-a3b", "--mesh", "4x8"]
+    command += ["--solver", "greedy"]
+    if columns is None:
+        out = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True).stdout
+    else:
+        main_end, end = pty.openpty()
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        environment = os.environ | {"TERM": "xterm"}
+        pipes = {"stdin": end, "stdout": end, "stderr": end}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
+        os.close(end)
+        out = b""
+        with contextlib.suppress(OSError):  # where the other end is closed
+            while more := os.read(main_end, 1 << 16):
+                out += more
+        os.close(main_end)
+        assert process.wait() == 0
+    lines = re.sub("\x1b\\[[0-9;]*m", "", out.decode()).partition("\nParameters")[0].splitlines()
+    assert widest - 25 < max(map(len, lines)) <= widest
+    assert any(line.startswith("1536 x 2048 ") for line in lines)
+
+
+def test_what_sharing_would_gain_is_asked_for_by_the_option_of_the_command(capsys):
+    many = ["plan", "--model", "llama3-8b", "--mesh", "32x8"]
+    out = " ".join(succeed(capsys, *many).split())
+    assert "--co-owners auto does so from 5% less on; no plan" in out
+    assert "PlannerOptions(" not in out
+    out = " ".join(succeed(capsys, *many, "--co-owners", "auto").split())
+    assert "ranks each" in out and "does so" not in out
 
 
 def test_experts_belong_to_the_ranks_that_hold_them(capsys, tmp_path):
@@ -308,6 +359,10 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         (["--model", "gpt2", "--mesh", "1000x1000"], "1,000,000 ranks"),
         (["--model", "gpt2", "--mesh", "4x8", "--axes", "dp"], "axis names"),
         ([*GPT2, "--ranks-per-node", "0"], "--ranks-per-node"),
+        (
+            ["--model", "gpt2", "--mesh", "16", "--ranks-per-node", "5"],
+            "16 ranks are no whole number of such nodes, the last would have 1",
+        ),
         ([*GPT2, "--ranks-per-node", "many"], "--ranks-per-node"),
         ([*GPT2, "--costs", "analytic:abacus"], "analytic:abacus"),
         ([*GPT2, "--costs", "gone.json"], "gone.json"),
@@ -444,3 +499,56 @@ def test_the_report_tells_traffic_over_the_network_card_that_is_named(capsys, tm
     )
     assert main([*command, "--nic", "fast"]) == 2
     assert "'fast' is no network card" in capsys.readouterr().err
+
+
+# ---- what pages quote --------------------------------------------------------------------
+
+
+def printed_by(*argv: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["plan", *argv]) == 0
+    return out.getvalue()
+
+
+def quotes() -> dict[str, dict[str, str]]:
+    """By page: what it quotes of the command, as a pattern, and what the command prints now."""
+    figure = ["--model", "qwen2.5-14b", "--mesh", "4x8"]
+    rows = json.loads(printed_by(*figure, "--compare", "--json", "-"))["rows"]
+    in_turn, _, best = (f"{row['makespan_ms']:.1f} ms" for row in rows)
+    loads = json.loads(printed_by(*figure, "--json", "-"))["ranks"]
+    table = printed_by("--model", "qwen2.5-7b", "--mesh", "4x8", "--compare")
+    table = table[table.index(" solver ") : table.rindex("optimal") + len("optimal")]
+    return {
+        "README.md": {
+            r"[\d.]+ ms(?= at worst)": in_turn,
+            r"(?<=even with dmuon's plan, )[\d.]+ ms": best,
+            r"(?<=every rank would need\n)[\d,]+ ms": f"{sum(r['ms'] for r in loads):,.0f} ms",
+        },
+        "docs/plan-command.md": {r"(?<=```text\n) solver [^`]*(?=\n```)": table},
+    }
+
+
+def timeless(text: str) -> str:
+    """A comparison without the seconds that planning took."""
+    return re.sub(r" +\d\.\d\d(?=   \w)", "", text)
+
+
+def test_pages_quote_what_the_command_prints():
+    for page, patterns in quotes().items():
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        for pattern, now in patterns.items():
+            (quoted,) = re.findall(pattern, text)
+            stale = f"{page} is stale: python -m tests.unit.test_cli_plan"
+            assert timeless(quoted) == timeless(now), stale
+
+
+if __name__ == "__main__":
+    for page, patterns in quotes().items():
+        path = REPOSITORY / page
+        text = path.read_text(encoding="utf-8")
+        for pattern, now in patterns.items():
+            (quoted,) = re.findall(pattern, text)
+            if timeless(quoted) != timeless(now):
+                text = text.replace(quoted, now)
+        path.write_text(text, encoding="utf-8")

@@ -240,6 +240,39 @@ def test_a_device_without_a_row_is_an_error_that_lists_them(name):
     assert nearest_device("cuda", name) in ANALYTIC_DEVICES.values()
 
 
+# Dense half-precision TFLOP/s by the data sheet.
+PEAKS = {
+    "a100": 312, "a100-40gb": 312, "a100-pcie": 312, "a800": 312, "h100": 989, "h100-pcie": 756,
+    "h100-nvl": 835, "h200-nvl": 835, "h200": 989, "h800": 989, "h20": 148, "b200": 2250,
+    "gb200": 2250, "b300": 2250, "gb300": 2500, "mi250": 181, "mi300x": 1307, "ascend-910b": 313,
+}  # fmt: skip
+
+
+def test_devices_are_those_of_the_page_and_of_data_sheets():
+    page = (Path(__file__).parents[2] / "docs/costs.md").read_text(encoding="utf-8")
+    table = page.partition("| `analytic:` |")[2].partition("\n\n")[0]
+    found = {}
+    for row in table.splitlines()[2:-1]:  # the last one is the CPU's
+        _, names, rates, _, *others, _ = row.split("|")
+        names = re.findall(r"`([\w-]+)`", names)
+        cells = (re.findall(r"\d\S*", cell.partition(";")[0]) for cell in (rates, *others))
+        columns = [[float(number.replace(",", "")) for number in cell] for cell in cells]
+        if share := re.search(r"(\d+)%", rates):
+            columns.insert(1, [peak * int(share[1]) / 100 for peak in columns[0]])
+        else:
+            columns[:1] = [columns[0][:1], columns[0][1:]]
+        for i, name in enumerate(names):
+            found[name] = [column[i if len(column) > 1 else 0] for column in columns if column]
+    assert {name: row[0] for name, row in found.items()} == PEAKS
+    assert found.keys() | {"cpu"} == ANALYTIC_DEVICES.keys()
+    for name, (_, reached, hbm, link, nic) in found.items():
+        device = ANALYTIC_DEVICES[name]
+        assert device.flops == pytest.approx(1e12 * reached, rel=0.01), name
+        assert device.bandwidth == pytest.approx(0.9e12 * hbm, rel=0.005), name
+        assert device.link == pytest.approx(0.8e9 * link), name
+        assert device.network == pytest.approx(0.9e9 / 8 * nic), name
+
+
 def test_rates_of_links_and_network_cards():
     of = {name: (row.link, row.network) for name, row in ANALYTIC_DEVICES.items()}
     nvlink = {"a800": 200, "h800": 200, "a100": 300, "h100": 450, "h20": 450, "h200": 450}

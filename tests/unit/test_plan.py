@@ -162,7 +162,7 @@ def with_batches(plan: OwnershipPlan, *batches: Batch) -> OwnershipPlan:
     lambda p: with_batches(p, Batch(0, (0, 1), 2.0), Batch(1, (2,), 1.0)),
     lambda p: with_batches(p, *(Batch(o, (i,), 1.0) for i, o in enumerate([0, 0, 1]))),
     lambda p: replace(p, topology=Topology.flat(3)),
-    lambda p: replace(p, topology=Topology((2,), ("shard",), 2)),
+    lambda p: replace(p, topology=Topology((2,), ("dp",), 1)),
     lambda p: replace(p, topology=Topology.flat(2, device_type="cuda")),
     lambda p: replace(p, layout=Layout.DEDICATED),
     lambda p: with_specs(p, replace(p.specs.parameters[0], name="other"), *p.specs.parameters[1:]),
@@ -183,6 +183,8 @@ def test_the_fingerprint_changes_with_what_runs_where(change):
         "cost_source": "elsewhere", "lower_bound_ms": 0.5,
     }  # fmt: skip
     assert replace(plan, **found).fingerprint() == plan.fingerprint(), "not how it was found"
+    named = replace(plan, topology=replace(plan.topology, axes=("shard",)))
+    assert named.fingerprint() == plan.fingerprint(), "nor what a mesh calls its axes"
 
 
 def broken(**changes: object) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 import dmuon
 from dmuon.report import data as report_module
 from dmuon.report.data import LoadBalanceReport, build_report
-from dmuon.report.render import fold_names
+from dmuon.report.render import fold_names, printed
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.json_files import write_text
@@ -153,8 +153,14 @@ def test_many_shapes_fold():
     specs = specs_of([(2 + i, 4, "float32") for i in range(30)])
     text = str(build_report(plan_of(specs, [0] * 30, 2)))
     assert "14 more shapes" in text
-    shapes = text.partition("\nShapes\n")[2].partition("\nParameters\n")[0]
-    assert shapes.count("float32") == 16
+    shapes = text.partition("\nShapes: dtype float32\n")[2].partition("\nParameters\n")[0]
+    assert len(re.findall(r"^\d+ x \d+ ", shapes, re.M)) == 16
+    assert "dtype" not in shapes, "what all share is told once"
+    other = specs_of([(2 + i, 4, "float32" if i < 29 else "bfloat16") for i in range(30)])
+    assert re.search("^shape +dtype ", str(build_report(plan_of(other, [0] * 30, 2))), re.M)
+    large = specs_of([(4096, 14336 + i, ("float32", "bfloat16")[i % 2]) for i in range(9)])
+    narrow = printed(build_report(plan_of(large, [0] * 9, 2)), width=50)
+    assert len(re.findall(r"^4096 x 143\d\d ", narrow, re.M)) == 9, "in one piece"
 
 
 TALL = (64, 8, "float32")
@@ -388,6 +394,29 @@ def test_nothing_is_minus_zero():
     assert "-0.0" not in str(report) and "+0.0" not in str(report)
 
 
+def test_sizes_that_differ_by_little_are_not_told_as_three_equal_ones():
+    limits = OwnerLimits(fixed_bytes=(5 << 30, (5 << 30) + 2048))
+    plan = plan_of(specs_of([WIDE] * 2), [0, 1], 2)
+    report = build_report(replace(plan, limits=limits))
+    assert "state per rank: 5.0 GiB (all within 2.0 KiB) parameters" in told(report)
+    memory = report.to_dict()["memory"]
+    assert memory["max"] - memory["min"] == 2048
+
+
+def test_a_made_up_name_of_the_only_axis_is_left_out():
+    plan = report_of([0, 1], 2, [1.0, 1.0], 1.0).plan
+    for axes, shown in ((("fsdp",), "mesh 2 (fsdp): 2 ranks"), (("axis0",), "mesh 2: 2 ranks")):
+        named = replace(plan, topology=replace(plan.topology, axes=axes))
+        assert f"\n{shown} on 1 node" in str(build_report(named))
+
+
+def test_one_number_reads_alike_in_text_and_on_the_page(tmp_path):
+    report = loads_report([0.58351234, 0.5], 0.5)
+    text, drawn = str(report), page(report, tmp_path)
+    assert text.count("0.584") == 4 and drawn.count("0.584") > 4
+    assert "0.5835" not in text + drawn
+
+
 def test_model_mesh_device_and_groups_are_named():
     model = TinyGPT()
     hyper = {"lr": 0.03, "adamw_lr": 0.004, "weight_decay": 0.25}
@@ -437,6 +466,19 @@ def test_a_name_stays_in_one_piece_however_long(tmp_path):
     report = build_report(solve(specs, Topology.flat(2), CostTable.analytic()))
     assert f"  8  {name}\n" in f"{report}\n"
     assert name.replace(".", ".<wbr/>") in page(report, tmp_path)
+    many = [replace(specs.parameters[0], name=f"h.{i}.w") for i in range(12)]
+    report = build_report(solve(ModelSpecs((*many,), ()), Topology.flat(2), CostTable.analytic()))
+    assert ">h.<wbr/>{0..11}.<wbr/>w<" in page(report, tmp_path), "numbers stay in one piece"
+
+
+def test_on_a_narrow_page_each_cell_of_a_wide_table_names_its_column(tmp_path):
+    text = page(measured := build_report(measured_plan(), [4.0, 4.0]), tmp_path)
+    for table in measured._tables():
+        cells = re.findall(r'<td class="\w+" data-of="([^"]*)">', text)
+        assert set(table.headings) <= {*cells}
+    assert text.count('class="scroll lists"') == 2 and text.count('class="scroll"') == 1
+    large = page(loads_report([1.0 + rank for rank in range(20)], 20.0), tmp_path)
+    assert '<tr><td colspan="5">10 more ranks</td></tr>' in large, "no wide first column"
 
 
 def test_names_that_are_alike_are_folded():
@@ -577,21 +619,27 @@ def test_the_mesh_map_is_coloured_from_no_load_to_the_largest(tmp_path):
     assert len(set(places)) == 10
     for rank, (x, y) in enumerate(places):
         assert (x, y) == (places[rank % 4][0], places[rank // 4 * 4][1])
-    shades = [int(rects[0].get("fill")[1:3], 16) for _, rects, _ in mesh]
-    assert shades == sorted(shades, reverse=True) and shades[0] - shades[-1] < 5
-    _, mesh = pictures(page(loads_report([1.0, 0.0], 1.0), tmp_path))
-    light, dark = (int(rects[0].get("fill")[1:3], 16) for _, rects, _ in reversed(mesh))
-    assert light - dark > 200
+    shades = [float(rects[0].get("fill-opacity")) for _, rects, _ in mesh]
+    assert shades == sorted(shades) and shades[-1] - shades[0] < 0.02
+    text = page(loads_report([1.0, 0.0], 1.0), tmp_path)
+    _, mesh = pictures(text)
+    strong, weak = (float(rects[0].get("fill-opacity")) for _, rects, _ in mesh)
+    assert strong == 1 and weak < 0.2
+    # On a dark page the strongest is light, so nothing may be called dark.
+    colours = [int(a or b, 16) for a, b in re.findall(r"--bg: #(..)|--heat: #(..)", text)]
+    assert [abs(a - b) > 100 for a, b in zip(colours[::2], colours[1::2])] == [True, True]
+    assert "darker" not in text
 
 
 def test_of_many_ranks_the_map_shows_how_the_loads_of_each_node_are_spread(tmp_path):
     loads = [float(rank % 8 // 2) for rank in range(1024)]  # 0, 0, 1, 1, 2, 2, 3, 3 on each node
     text = page(loads_report(loads, 3.0, per_node=8), tmp_path)
     _, rows = pictures(text)
-    assert [texts for *_, texts in rows] == [[f"{n}-{n + 3}", "3"] for n in range(0, 128, 4)]
+    assert [texts for *_, texts in rows] == [[f"{n}-{n + 3}", "3.000"] for n in range(0, 128, 4)]
     for _, rects, _ in rows:
-        assert len(rects) == 4 and len({r.get("fill") for r in rects}) == 1, "a quarter each"
-    assert "8 of 32 ranks: 0 ms and more" in text and "256 of all 1024 own nothing" in text
+        assert len(rects) == 4, "a quarter each"
+        assert len({r.get("fill-opacity") for r in rects}) == 1
+    assert "8 of 32 ranks: 0.000 ms and more" in text and "256 of all 1024 own nothing" in text
 
 
 def test_the_page_holds_what_the_text_holds(tmp_path):

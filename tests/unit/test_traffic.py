@@ -34,6 +34,7 @@ def planned(
 
 
 ELEMENTS = sum(m.numel for m in planned(1, 2).specs.matrices)
+ADAMW = sum(p.numel for p in planned(1, 2).specs.parameters) - ELEMENTS
 REPLICATE = ("replicate", "shard")
 
 
@@ -125,7 +126,9 @@ def test_time_is_that_of_the_slower_link_and_what_newton_schulz_does_not_hide_sh
 
 @pytest.mark.parametrize(("layout", "expected"), [
     (Layout.REPLICATED, {("updates", "step"): 1.0}),
-    (Layout.REDUCED, {("updates", "step"): 1.0, ("gradients", "backward"): 1.0}),
+    (Layout.REDUCED, {
+        ("updates", "step"): 1.0, ("gradients", "backward"): 1.0 + ADAMW / ELEMENTS,
+    }),
     (Layout.DEDICATED, {
         ("weights", "forward"): 1.0, ("weights", "backward"): 1.0, ("gradients", "backward"): 1.0,
         ("weights to holders", "forward"): 1 / 8,
@@ -142,6 +145,12 @@ def test_what_other_layouts_hand_over(layout, expected):
         any(when == flow.when for flow in found.flows) for when in ("step", "forward", "backward")
     ]
     assert bool(found.ms) == (layout is not Layout.DEDICATED)
+    if layout is Layout.DEDICATED:  # nothing in the step, and forward and backward are not known
+        assert {found.to_dict()[key] for key in ("ms", "hidden_ms", "exposed_ms")} == {None}
+        assert all(flow["ms"] > 0 for flow in found.to_dict()["flows"])
+    if layout is Layout.REDUCED:  # AdamW's come back, those of matrices stay with their owners
+        sent = sum((f.inside + f.across)[0].sum() for f in found.flows if f.when == "backward")
+        assert sent == pytest.approx(2 * 31 * (ELEMENTS + 2 * ADAMW))
 
 
 def test_buckets():
