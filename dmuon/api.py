@@ -185,16 +185,15 @@ def plan_given(given: Given, request: Request) -> Ownership:
     return ownership
 
 
-def _log(plan: OwnershipPlan, seconds: float) -> None:
-    """A line about a plan and, for who debugs, its choices."""
+def log_plan(plan: OwnershipPlan, seconds: float, why: str = "") -> None:
+    """A line about a plan, ``why`` it is another one, and, for who debugs, its choices."""
     log, loads = logging.getLogger("dmuon"), plan.loads_ms
     mean = sum(loads) / len(loads)
-    text = (
-        "planned in %.2f s: layout %s, matrices: %d, ranks: %d, makespan %.3g ms, imbalance %.1f%%"
-    )
+    text = "%s: layout %s, matrices: %d, ranks: %d, makespan %.3g ms, imbalance %.1f%%"
+    head = f"planned{' again' * bool(why)} in {seconds:.2f} s" + (why and f", because {why}")
     what = plan.layout.value, len(plan.specs.matrices), len(loads)
     excess = plan.makespan_ms / mean - 1 if mean else 0.0
-    log.info(text, seconds, *what, plan.makespan_ms, 100 * excess)
+    log.info(text, head, *what, plan.makespan_ms, 100 * excess)
     found = plan.search.engine or plan.solver, plan.status, plan.search.seconds
     log.debug("owners by %s (%s, %.2f s); costs: %s", *found, plan.cost_source)
     kernels = Counter(batch.kernel or "chosen by shape" for batch in plan.batches)
@@ -246,7 +245,7 @@ def assemble(
         if isinstance(one, C10dTransport):
             one.end_planning()
     if transport.rank == 0 and given.before is None:  # else `Muon` says why it plans again
-        _log(plan, time.perf_counter() - began)
+        log_plan(plan, time.perf_counter() - began)
     return Ownership(plan, runtime, given.inner, request)
 
 

@@ -106,7 +106,7 @@ COEFFICIENTS = Allowed(
 )
 ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
 ADJUSTMENT = Allowed(
-    f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
+    f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or a number, the RMS of an update",
     lambda v: v if v is None or isinstance(v, str) else _number(v),
     lambda v: v is None or (v in ADJUSTMENTS if isinstance(v, str) else 0 < v < math.inf),
 )
@@ -162,10 +162,12 @@ def checked(
 
 def _complaint(name: str, rule: Allowed, value: Any, place: str) -> str:
     found = f"{name} must be {rule.expected}, found {value!r}{place}"
-    if isinstance(value, str):
+    if isinstance(value, str) and any(word in rule.expected for word in ("number", "integer")):
         with suppress(ValueError):
             float(value)
-            return f"{found}: a string; convert it (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+            is_yaml = "e" in value.lower() and "." not in value
+            why = " (YAML reads 1e-3 as text, 1.0e-3 as a number)" if is_yaml else ""
+            return f"{found}: a string; convert it{why}"
     if isinstance(value, float) and value.is_integer() and "integer" in rule.expected:
         return f"{found}: write {int(value)}"
     return found

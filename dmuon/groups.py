@@ -32,12 +32,14 @@ from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, grou
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 Pair = tuple[str | None, Tensor]
+# Of a parameter: the number of its model, its name there, the module that holds it, its name in it.
+_Place = tuple[int, str, weakref.ref[nn.Module], str]
 
 # Kept in every param group with matrices, so that tools which save groups alone (torch's
 # distributed checkpoint) save where the optimizer is in its schedule.
 PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
 # What says who is in a group, and no hyperparameter of it.
-_MEMBERS = ("params", "param_names", "algorithm", "use_muon")
+MEMBERS = ("params", "param_names", "algorithm", "use_muon")
 # What others note in a group: torch's schedulers and averages, and recipes with rates by layer.
 _NOTES = {
     "params", "param_names", "name", "group_name", "layer", "layer_id", "layer_name", "layer_names",
@@ -137,7 +139,7 @@ class NamedGroups:
         self.routes: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
         self.how: dict[str, Any] = {}
-        self._places: dict[str, tuple[int, str]] = {}  # the number of the model, the name there
+        self._places: dict[str, _Place] = {}
         self._are_named = False  # torch takes names of all groups or of none
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,6 +177,9 @@ class NamedGroups:
             # Of frozen ones too, which a schedule of the group's lr may reach later.
             kinds = {self.routes[n][0].algorithm for n in own if n in self.routes}
             kinds = kinds or {Algorithm.ADAMW}
+            if "betas" in group:  # of a mixed group they have another name below
+                place = f" in opt.param_groups[{number}]"
+                config.checked({"betas": config.BETAS}, group, place=place)
             full = completed(group, kinds, *self.defaults)
             full |= check_group(full, number, kinds)
             labels = [said or name for name, (said, _) in zip(own, pairs)]
@@ -220,21 +225,27 @@ class NamedGroups:
                 everyone.append(Member(name, p, algorithm, *model))
         return made, everyone
 
-    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[Found, tuple[int, str]]]:
-        """By the id of a parameter, the live model that holds it, its number and the name there.
-        Found models are noted."""
-        found = [] if self.passed is None else [Found(unwrapped(self.passed), self.passed)]
+    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[Found, _Place]]:
+        """By the id of a parameter, the live model that holds it, and its place there. Found models
+        are noted."""
+        passed = self.passed
+        found = [] if passed is None else [Found(unwrapped(passed), passed)]
+        if type(passed) in LISTS and passed in _copied_lists(_live_modules()):
+            found, self._passed = [], None  # another module is the model
         known = names_in(found[0].model) if found else {}
         left = [(name, p) for name, p in given if id(p) not in known]
-        holders: dict[int, tuple[Found, tuple[int, str]]] = {}
+        holders: dict[int, tuple[Found, _Place]] = {}
         for holder in [*found, *(find_models(left) if left else ())]:
             refuse_fsdp1(holder.around.modules())
             reference = weakref.ref(holder.model)
             if reference not in self.models:
                 self.models.append(reference)
-            number = self.models.index(reference)
-            for i, names in names_in(holder.model).items():
-                holders.setdefault(i, (holder, (number, names[0])))
+            number, names = self.models.index(reference), names_in(holder.model)
+            for module in holder.model.modules():
+                for local, p in _own(module):
+                    if id(p) in names:
+                        place = number, names[id(p)][0], weakref.ref(module), local
+                        holders.setdefault(id(p), (holder, place))
         return holders
 
     def _routed(
@@ -264,7 +275,9 @@ class NamedGroups:
 
     def exchange(self, groups: Sequence[Group]) -> nn.Module | None:
         """Replace parameters that no module holds any more, because `fully_shard` has replaced
-        them, by the model's own of now. Returns the model if all of ``groups`` is of one."""
+        them, by the model's own of now. Returns the model if all of ``groups`` is of one.
+
+        Raises OwnershipError if one is not found, and nobody has given it a gradient."""
         models = [reference() for reference in self.models]
         now: dict[tuple[int, str], Any] = {}
         for number, model in enumerate(models):
@@ -272,11 +285,16 @@ class NamedGroups:
                 reshard(model.modules())
                 now |= {(number, canonical_name(n)): p for n, p in model.named_parameters()}
         named, held = self.named(groups), {id(p) for p in now.values()}
-        held |= held_by_modules({id(p) for _, p in named} - held)
+        if lost := {id(p) for _, p in named} - held:
+            gc.collect()  # what is dropped holds nothing, on any rank
+            live = _live_modules()
+            if None in models:
+                reshard(live)
+            held |= {i for _, i in _uses(live, lost)}
         given = iter(named)
         for group in groups:
             group["params"] = [
-                p if id(p) in held else now.get(self._places.get(name, (-1, "")), p)
+                p if id(p) in held else self._now(name, p, now)
                 for name, p in islice(given, len(group["params"]))
             ]
         ours = {id(p) for group in groups for p in group["params"]}
@@ -285,6 +303,24 @@ class NamedGroups:
         model = models[0] if len(models) == 1 else None
         trained = () if model is None else model.parameters()
         return model if all(id(p) in ours for p in trained if p.requires_grad) else None
+
+    def _now(self, name: str, p: Tensor, now: Mapping[tuple[int, str], Tensor]) -> Tensor:
+        """What stands in the place of ``p``, which no module holds any more: in its model, by
+        ``now``, or in the module that had it, where the model was a wrapper that is gone."""
+        if name not in self._places:
+            return p
+        number, full, module, local = self._places[name]
+        if (number, full) in now:
+            return now[number, full]
+        holder = module()
+        if holder is None and p.requires_grad and p.grad is None:
+            raise OwnershipError(
+                f"no module holds parameter {name!r} any more, and it has no gradient: its module "
+                "was replaced or dropped since dmuon.Muon got it. Make the optimizer afterwards"
+            )
+        found = p if holder is None else dict(_own(holder)).get(local, p)
+        # It may have been tied since to another one.
+        return p if any(found is other for other in now.values()) else found
 
     def specs(self, named: Sequence[tuple[str, Tensor]]) -> ModelSpecs:
         """The specs of the parameters that are trained now."""
@@ -320,11 +356,6 @@ def names_in(model: nn.Module) -> dict[int, list[str]]:
     """All canonical names of each parameter, by its id."""
     named = model.named_parameters(remove_duplicate=False)
     return grouped((id(p), canonical_name(name)) for name, p in named)
-
-
-def held_by_modules(ids: Set[int]) -> set[int]:
-    """Which parameters of these ids are held by live modules."""
-    return {i for _, i in _uses(_live_modules(), ids)} if ids else set()
 
 
 def find_models(given: Sequence[Pair]) -> list[Found]:
@@ -377,8 +408,9 @@ class _Live:
             modules = _live_modules(also_frozen=True)
             reshard(modules)
             uses = _uses(modules, wanted)
-        own = grouped(uses)
-        self._inside = {module: {*module.modules()} for module in modules}  # itself and all below
+        own, copies = grouped(uses), _copied_lists(modules)
+        # Itself and all below.
+        self._inside = {m: {*m.modules()} for m in modules if m not in copies}
         self._uses = {
             module: [i for holder in own.keys() & inside for i in own[holder]]
             for module, inside in self._inside.items()
@@ -405,12 +437,22 @@ class _Live:
 
 
 def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
-    return [
-        (module, id(p))
-        for module in modules
-        for _, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in wanted
-    ]
+    return [(module, id(p)) for module in modules for _, p in _own(module) if id(p) in wanted]
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters that a module holds itself, with their names in it."""
+    return [*module.named_parameters(recurse=False, remove_duplicate=False)]
+
+
+def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Lists that no module contains of what another contains, as ``nn.ModuleList(m.children())``:
+    they may be gone soon."""
+    inside = {child for module in modules for child in module.children()}
+    lists = [m for m in modules if type(m) in LISTS and m not in inside]
+    parts = {m: {*m.children()} for m in lists}
+    others = [m for m in modules if m not in parts] if lists else []
+    return {m for m in lists if parts[m] and any(parts[m] <= {*o.modules()} - {o} for o in others)}
 
 
 def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
@@ -447,7 +489,7 @@ def completed(
     or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
     """
     idle = [k for k, v in group.items() if config.is_idle(k, v, in_group=True)]
-    own = {k: v for k, v in group.items() if k not in (*_MEMBERS, *idle)}
+    own = {k: v for k, v in group.items() if k not in (*MEMBERS, *idle)}
     if not group["params"]:  # perhaps it has some on other pipeline stages
         own = {k: v for k, v in own.items() if k in config.ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
@@ -516,6 +558,8 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
     """Advice on a key that nobody reads in a group with these hyperparameters."""
     if key in config.FLAGS:
         return config.instead(key, needed)
+    if key in ("select", "splits", "heads"):
+        return f"it goes into dmuon.Muon(..., dedicate={{{key!r}: ...}})"
     if key in _FOR_ALL:
         return f"it holds for all groups, so pass dmuon.Muon(..., {key}=...)"
     if key == "adamw_lr" and "adamw_lr_ratio" in needed:

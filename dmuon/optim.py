@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dmuon import config, devices
-from dmuon.api import Given, Request, plan_given
+from dmuon.api import Given, Request, log_plan, plan_given
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import attempt_in_all, check_planned_together
@@ -32,6 +32,7 @@ from dmuon.config import Period, Schedule
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
+    MEMBERS,
     PROGRESS,
     Accepted,
     Group,
@@ -169,12 +170,13 @@ class Muon(Optimizer):
     ) -> None:
         for name, value in others.items():
             if not config.is_idle(name, value):
-                instead = config.instead(name, signature(Muon.__init__).parameters)
-                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead}")
+                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {_instead(name)}")
         if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
             raise TypeError(
                 f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
             )
+        if betas is not None:
+            config.checked({"betas": config.BETAS}, {"betas": betas})
         muon = config.MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
@@ -352,7 +354,7 @@ class Muon(Optimizer):
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
-            _LOG.info("planned again in %.2f s, because %s", time.perf_counter() - began, why)
+            log_plan(ownership.plan, time.perf_counter() - began, why)
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
@@ -809,6 +811,15 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
     if "bytes" in path:
         return sum(values)
     return all(values) if path == "/finite" else max(values)
+
+
+def _instead(name: str) -> str:
+    """Advice on a keyword that `Muon` does not have."""
+    if name in MEMBERS:
+        return f"it is a key of a param group, [{{'params': ..., {name!r}: ...}}, ...]"
+    if name in {f.name for f in fields(Request)}:
+        return f"how to plan goes into dedicate={{{name!r}: ...}}"
+    return config.instead(name, [*signature(Muon.__init__).parameters][1:])
 
 
 @dataclass(eq=False)

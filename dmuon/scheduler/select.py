@@ -352,21 +352,32 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
             )
         dim, value = dim % len(shape), cast(Any, said[key])
         total, what = shape[dim], "row" if dim == dims[0] else "column"
-        of = f"{total} {what}s of {use.name!r}"
-        count = value
+        of, count = f"{total} {what}s of {use.name!r}", value
+        # Would it fit if the weight were stored the other way?
+        is_known = {*said} != {key} or isinstance(use.module, _KNOWN)
+        other = 0 if is_known else shape[dims[1]]
+        told = {key: value, "transposed": not read.is_in_out}
+        stored = f". If it is stored {'outputs' if read.is_in_out else 'inputs'} first, say {told}"
         if is_interleaved := setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value))):
             count = int(value.removeprefix("interleaved:"))
         if is_interleaved or setting == "heads":
-            if not isinstance(count, int) or count < 1 or total % count:
-                raise SelectionError(f"{where} = {value!r} does not divide the {of}")
+            is_count = isinstance(count, int) and count > 0
+            if not is_count or total % count:
+                hint = stored if is_count and other and other % count == 0 else ""
+                raise SelectionError(
+                    f"{where} = {value!r}: the number must be an integer >= 1 that divides the "
+                    f"{of}{hint}"
+                )
             value = (total // count,) * count
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
         if not are_counts or sum(value) != total:
             added = f"; they add up to {sum(value)}" if are_counts else ""
+            hint = stored if are_counts and sum(value) == other else ""
+            equal = "" if is_list else f". For equal pieces say heads={{{pattern!r}: 2}}"
             raise SelectionError(
                 f"{where} must be a list of positive {what} counts that add up to the {of}{added}, "
-                f"or 'interleaved:2', found {value!r}"
+                f"or 'interleaved:2', found {value!r}{hint}{equal}"
             )
         yield pattern, (read, dim, tuple(value), len(value) if is_interleaved else 1)
 

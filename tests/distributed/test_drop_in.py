@@ -98,6 +98,9 @@ FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda m: m.parameters(),
     "groups of bare": lambda m: [{"params": list(m.parameters())[i::2]} for i in range(2)],
     "groups": groups,
+    # Modules that nobody keeps.
+    "a list of children": lambda m: nn.ModuleList(m.children()),
+    "a wrapper": torch.compile,
 }
 
 
@@ -156,6 +159,7 @@ def test_one_line_is_three_lines_and_the_reference(rank, world, layout):
     forms = ["before", "groups of bare before", *(["exchanged"] if world > 1 else [])]
     if world <= 2:
         forms += ["after", "named", "bare", "bare before", "groups of bare"]
+        forms += ["a list of children before", "a wrapper before"]
     for form in forms:
         assert_bitwise(trained(layout, form), by_three, form)
     assert_bitwise(trained(layout, "groups"), in_groups)

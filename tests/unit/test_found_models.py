@@ -233,7 +233,25 @@ def test_every_form_trains_as_the_reference(form):
     assert_within(weights(model), weights(twin), 1e-5)
 
 
-ALL_FORMS = FORMS | {
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+# Modules that the caller does not keep. Of lists the model decides how parameters are updated.
+DROPPED: dict[str, Form] = {
+    "a list of children": lambda m: nn.ModuleList(m.children()),
+    "a sequence of children": lambda m: nn.Sequential(*m.children()),
+    "parameters of a list": lambda m: [*nn.ModuleList(m.children()).parameters()],
+    "two lists": lambda m: [
+        {"params": nn.ModuleList([*m.children()][i::2]).parameters()} for i in range(2)
+    ],
+    "around": Around,
+    "compiled": torch.compile,
+}  # fmt: skip
+
+ALL_FORMS = FORMS | DROPPED | {
     "module": lambda m: m,
     "roles": lambda m: [
         {"params": [p for n, p in m.named_parameters() if ("blocks" in n and p.ndim > 1) is muon],
@@ -266,6 +284,40 @@ def test_parameters_that_a_framework_exchanges_are_trained(where, form):
     assert opt.state.keys() == set(trained.parameters())
     if where == "groups":
         assert_bitwise(weights(model), before)
+
+
+@pytest.mark.parametrize("form", [DROPPED[n] for n in DROPPED if " of " in n])
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "Mixed"])  # it has its own parameters
+def test_a_list_of_parts_of_a_model_is_routed_as_the_model(name, form):
+    model = SMALL[name]()
+    alike(form(model), model)
+
+
+def test_a_list_that_is_the_model_stays_it():
+    """Also where another module has a part of it; and a list in a model has its own names."""
+    layers = nn.Linear(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(*layers)
+    beside = Around(layers[0])
+    assert dmuon.Muon(model)._run.groups.passed is model
+    around = nn.ModuleDict({"score": model})
+    assert routes(around.score)["1.weight"][0].value == "muon", beside
+
+
+def test_a_parameter_that_no_module_holds_any_more_needs_a_gradient():
+    model = TinyGPT()
+    opt = dmuon.Muon(model.parameters())
+    dropped = model.blocks[1]
+    model.blocks = model.blocks[:1]
+    train(model, opt, tokens(), range(1))  # `dropped` lives
+    assert dropped is not None
+    for p in [*(opt := dmuon.Muon(model := TinyGPT())).param_groups[0]["params"]]:
+        p.grad = torch.ones_like(p)
+    model.blocks = model.blocks[:1]
+    opt.step()
+    opt = dmuon.Muon(model := TinyGPT())
+    model.blocks = model.blocks[:1]
+    with pytest.raises(OwnershipError, match=r"no module holds parameter 'blocks\.1\..*afterwards"):
+        train(model, opt, tokens(), range(1))
 
 
 def parameter(*shape: int) -> Tensor:

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -1055,7 +1056,12 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     with caplog.at_level("INFO", "dmuon"):
         train(model, opt, BATCHES, range(2, 5))
     (told,) = caplog.messages
-    assert "planned again in" in told
+    plan = ownership.plan
+    assert re.match(
+        rf"planned again in \d+\.\d\d s, because .*{'groups' if how == 'groups' else 'frozen'}.*: "
+        rf"layout {plan.layout.value}, matrices: {len(plan.specs.matrices)}, ranks: 1, makespan ",
+        told,
+    )
     by_reference(twin, 5, lambda step, name: step < 2 and PIECES[piece](name))
     assert_within(weights(model), weights(twin), 1e-5)
     assert opt.ownership is ownership and opt.stats()["steps"] == 5

@@ -102,6 +102,11 @@ def test_a_wrong_hyperparameter_is_refused_by_name(make, name):
 def test_the_error_says_what_to_do_about_a_string_or_a_whole_float():
     with pytest.raises(TypeError, match=r"found '1e-3': a string.*YAML.*1\.0e-3"):
         muon_group(lr="1e-3")
+    for name, value in {"lr": "0.02", "ns_steps": "5", "adjust_lr_fn": "0.2"}.items():
+        with pytest.raises((TypeError, ValueError), match=rf"'{value}': a string; convert it$"):
+            muon_group(**{name: value})
+    with pytest.raises(TypeError, match=r"True or False, found '1e-3'$"):
+        muon_group(nesterov="1e-3")
     with pytest.raises(TypeError, match=r"found 5\.0: write 5"):
         muon_group(ns_steps=5.0)
 

@@ -464,9 +464,20 @@ def test_keywords_of_other_optimizers_are_answered():
         "wd": "'weight_decay'",
         "learning_rate": "'lr'",
         "ns_step": "'ns_steps'",
+        "use_muon": r"a key of a param group.*'use_muon'",
+        "muon_lr": "'lr'",
+        "heads": r"dedicate=\{'heads'",
+        "selection": "remove it",  # not self
         "quite_another": "remove it",
     }.items():
         with pytest.raises(TypeError, match=text):
             dmuon.Muon(model, **{wrong: True})
     with pytest.raises(TypeError, match=r"betas=.*adamw_betas=.*one of them"):
         dmuon.Muon(model, betas=(0.8, 0.9), adamw_betas=(0.7, 0.9))
+    group = {"params": list(model.named_parameters())}
+    for wrong in (0.9, (0.9, 1.5), "0.9, 0.95"):  # by the name that was passed
+        for given, settings in ((model, {"betas": wrong}), ([group | {"betas": wrong}], {})):
+            with pytest.raises((TypeError, ValueError), match=r"^betas must be two numbers"):
+                dmuon.Muon(given, **settings)
+        with pytest.raises((TypeError, ValueError), match=r"^adamw_betas must be"):
+            dmuon.Muon(model, adamw_betas=wrong)

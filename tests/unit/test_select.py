@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 
 import pytest
@@ -289,7 +290,7 @@ def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
         assert by_name(model.named_parameters()).matrices == specs.matrices
 
 
-DIVIDES = r"does not divide the 12 rows of 'a.weight'"
+DIVIDES = r": the number must be an integer >= 1 that divides the 12 rows of 'a.weight'"
 COUNTS = r"must map name patterns to row counts, found"
 LIST = r"splits\['\*'\] must be a list of positive row counts"
 # What one pattern says of the form does not hold for the next.
@@ -303,9 +304,10 @@ CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
     *(({"heads": {"a.weight": count}}, DIVIDES) for count in (5, 0, -2, 2.0)),
     ({"splits": "3,4"}, rf"splits {COUNTS} '3,4': pass"),
     ({"heads": 3}, rf"heads {COUNTS} 3: pass"),
-    ({"splits": {"*": 3}}, LIST),
+    ({"splits": {"*": 3}}, LIST + r".*found 3\. For equal pieces say heads=\{'\*': 2\}"),
+    ({"splits": {"*": lambda name, p: [6, 6]}}, LIST + r".*say heads="),
     ({"splits": {"*": "35"}}, LIST),
-    *(({"splits": {"*": sizes}}, r"splits\['\*'\] = 'interleaved:\d' " + DIVIDES)
+    *(({"splits": {"*": sizes}}, r"splits\['\*'\] = 'interleaved:\d'" + DIVIDES)
       for sizes in ("interleaved:5", "interleaved:0")),
     *(({"splits": {"*": sizes}}, LIST + r".*or 'interleaved:2', found")
       for sizes in ("interleaved", "interleaved:-2", "interleaved:2,3", "Interleaved:2")),
@@ -317,7 +319,7 @@ CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
     ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
     ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
     ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
-    ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
+    ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"divides the 5 columns of 'a.weight'"),
     ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
     ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
     ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
@@ -330,6 +332,22 @@ CONTRARY = {"a.*": FORM | {"transposed": True}, "*.weight": FORM}
 def test_settings_that_do_not_fit_are_named(options, told):
     with pytest.raises(SelectionError, match=told):
         collect(tree({"a.weight": (12, 5), "pos_embed": (12, 5)}), **options)
+
+
+@pytest.mark.parametrize("options", [
+    {"splits": {"*": "interleaved:3"}}, {"splits": {"*": [4, 2]}}, {"heads": {"*": 3}},
+])  # fmt: skip
+def test_what_would_fit_a_weight_stored_the_other_way_is_named(options):
+    ((setting, ((_, given),)),) = ((k, v.items()) for k, v in options.items())
+    with pytest.raises(SelectionError, match=r"If it is stored inputs first, say \{") as caught:
+        collect(tree({"a.weight": (5, 6)}), **options)
+    said = ast.literal_eval("{" + str(caught.value).partition("{")[2])
+    assert said == {"heads" if setting == "heads" else "sizes": given, "transposed": True}
+    assert collect(tree({"a.weight": (5, 6)}), **{setting: {"*": said}}).matrices
+    # Not of a module that is known, nor what fits neither way.
+    for model in (nn.Linear(6, 5, bias=False), tree({"a.weight": (5, 7)})):
+        with pytest.raises(SelectionError, match=r"^(?!.*stored)"):
+            collect(model, **options)
 
 
 def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
