@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -107,7 +107,8 @@ class Muon(Optimizer):
         nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
             parameters of the model, with a warning that names the first matrices (on an
             accelerator at the next step), and count it in `stats`; or "raise". Block steps skip
-            the blocks with such gradients, and "raise" waits for the next full step.
+            the blocks with such gradients; all ranks learn of it, or raise, in the next full step,
+            and with ``period=math.inf`` that rank alone warns or raises.
         verify_every: after so many steps each rank recomputes the updates of some matrices and
             compares what it stores; corruption raises on every rank (docs/reliability.md).
         variant: a change of orthogonalized matrices: "normuon" (a second moment per row, arXiv
@@ -525,11 +526,8 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups)
         for engine in run.engines if verifies else ():
             engine.check_sample()
-        run.bytes = Counter()
-        for ownership in run.ownerships:
-            if ownership.runtime.transport.world > 1:
-                run.bytes.update(ownership.runtime.meter)
-            ownership.runtime.meter.clear()
+        for engine in run.engines:
+            engine.count_bytes()
         return loss
 
     def _launch(self, refusal: Exception | None, verifies: bool) -> None:
@@ -635,10 +633,11 @@ class Muon(Optimizer):
         shapes that ran together (``ran``, such as ``gram[2]/torch_strips/float32``), the
         ``workspace_bytes`` that are kept, and the state of ``cuda_graphs``. ``finite``: no rank
         found a non-finite gradient (after a block step: this rank did not). ``skipped``: how many
-        steps were skipped, wholly or in part. ``below_eps``: how many matrices had a norm below
-        ``eps`` (docs/reliability.md). In `sharded`, and in `replicated` without
-        ``reduce_to_owner``, also ``full_step`` (or a block step) and ``step_bytes``, the memory
-        that a full step takes on this rank, by purpose.
+        steps were skipped, wholly or in part, of block steps since the last full one those that
+        this rank knows of. ``below_eps``: how many matrices had a norm below ``eps``
+        (docs/reliability.md). ``step_bytes``: the memory that a full step takes on this rank, by
+        purpose (docs/sharded.md). In `sharded`, and in `replicated` without ``reduce_to_owner``,
+        also ``full_step`` (or a block step).
         """
         run = self._run
         if not run.engines:
@@ -646,7 +645,6 @@ class Muon(Optimizer):
         return {
             "steps": run.schedule.t,
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
-            "bytes": dict(run.bytes),
             **_combined([engine.stats() for engine in run.engines]),
         }
 
@@ -678,7 +676,8 @@ class Muon(Optimizer):
                 times[name] += ms
             for group, rms in engine.in_groups(record):
                 in_groups[group].append(rms)
-        metrics = {"steps": float(steps), **times, "bytes": float(run.bytes.total())}
+        metrics = {"steps": float(steps), **times}
+        metrics["bytes"] = float(sum(record.bytes for record in records))
         metrics["skipped"] = max(record.numbers.read()[-1] for record in records)
         metrics["below_eps"] = float(sum(record.below_eps for record in records))
         squares = [record.square for record in records if record.square is not None]
@@ -841,7 +840,6 @@ class _Run:
     engines: list[Engine] = field(default_factory=list)
     ownerships: list[Ownership] = field(default_factory=list)
     accepted: Accepted | None = None
-    bytes: Counter[str] = field(default_factory=Counter)
 
 
 def _ownerships_in(

@@ -109,7 +109,7 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
             norms = torch.stack(torch._foreach_norm([*chain(*parts)], dtype=wide)).double()
             if len(norms) > len(parts):
                 norms = torch.stack([*map(norm, norms.split([*map(len, parts)]))])
-        if bool(norms.isfinite().all()):
+        if math.isfinite(float(norms.sum())):
             return norms
     return torch.stack(wide_norms(tensors))
 

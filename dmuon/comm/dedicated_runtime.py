@@ -18,7 +18,7 @@ ranks: gradients to the owner, updates back.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,6 +62,7 @@ class _Assembly:
         near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
         how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
         self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
+        self.nbytes = self._pipeline.nbytes
         # What is kept never moves, so views of it are made once.
         self._sources: list[Copies] = []
         self._results: list[list[tuple[int, _Parts]]] = []
@@ -176,6 +177,13 @@ class DedicatedRuntime(OwnersRuntime):
             for i, r, part in keepers
             if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
         ]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        found = Counter[str]()
+        for assembly in self._assemblies:
+            found.update(assembly.nbytes)
+        return dict(found)
 
     def synchronize(self) -> None:
         """Wait for the weights that are being published to the holders."""

@@ -75,6 +75,11 @@ class LayoutRuntime(ABC):
     def gradients(self) -> Gradients:
         """The gradients of the planned parameters; after `reduce_gradients`."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the buffers that a step takes, by purpose; see `Muon.stats`."""
+
     @abstractmethod
     def counts(self, parameter: int) -> bool:
         """Whether this rank's part of one of AdamW's gradients counts for their joint norm."""

@@ -378,6 +378,10 @@ class ReducedRuntime(OwnersRuntime):
         i = next(i for i in mine if specs[i].box(tuple(whole.shape)) == box)
         return [(i, box, whole[box.slices()])]
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {"outbound": sum(bucket.buffer.nbytes for bucket in self._broadcasts)}
+
     def published(self) -> dict[str, Tensor]:
         """The last updates, ``[m, n]``, of matrices with a gradient, until the next backward."""
         self.synchronize()

@@ -153,6 +153,10 @@ class ParamsRuntime(LayoutRuntime):
         counted = [grad for i, grad in found if self.counts(i)]
         return Gradients(counted, [], [grad for _, grad in found])
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return self.bound().nbytes
+
     def counts(self, parameter: int) -> bool:
         return self.shards.counts(parameter, self.transport.rank)
 

@@ -326,6 +326,16 @@ class OwnersEngine(Engine):
 
     # ---- reading and state -------------------------------------------------------------------
 
+    def step_bytes(self) -> dict[str, int]:
+        """Beside those of `Engine.step_bytes`, without list kernels: "passes" for the operands of
+        the largest batch and what is cast for them."""
+        passes, is_half = [0], self._settings.ns_dtype.itemsize < 4
+        for unit in self._owned.mine if rules.list_kernels(self._runtime.device) is None else ():
+            kept, working = self._dtypes[unit.matrices[0]]
+            cast = 2 * working.itemsize * (kept is not working) + 4 * (working.itemsize < 4)
+            passes.append(unit.numel * (working.itemsize + cast + 4 * is_half))
+        return super().step_bytes() | {"passes": max(passes)}
+
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
         return self._runtime.update_rms()
 

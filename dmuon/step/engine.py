@@ -6,7 +6,7 @@ import math
 import statistics
 import warnings
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -46,7 +46,7 @@ from dmuon.rule import (
 )
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
-from dmuon.step.verdict import Checked, Verdict, VerdictMessage, suspects
+from dmuon.step.verdict import BLOCKS, Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_norms
 from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of
@@ -84,27 +84,33 @@ class Amp:
 
 @dataclass(slots=True)
 class Skips:
-    """What was skipped. ``finite``: nothing of the last step. ``count`` steps, of which ``told``
-    were told of; ``late`` in block steps, which other ranks do not know of, with the ``names`` of a
-    few; ``told_of_eps``: once is enough."""
+    """What was skipped. ``finite``: nothing of the last step. ``count`` steps that all ranks know
+    of, of which ``told`` were told of; ``late`` [BLOCKS]: not zero where this rank skipped parts of
+    a block step since the last full one, with ``flags`` of what was not finite; ``told_of_eps``:
+    once is enough."""
 
+    late: Tensor
     finite: bool | Tensor = True
     count: int | Tensor = 0
     told: int = 0
-    late: int | Tensor = 0
-    names: list[str] = field(default_factory=list)
+    flags: deque[Checked] = field(default_factory=partial(deque, maxlen=BLOCKS))
     told_of_eps: bool = False
+
+    def seen(self) -> Tensor:
+        """How many steps this rank knows of, 0-d."""
+        return (self.late > 0).sum() + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What is known of a step that has been taken, as the ``steps``-th, and was a ``full`` one or
-    not. ``square`` and ``below_eps`` are `Findings` of the last full step; ``numbers``, which may
-    still be on their way to the host, are the RMS of the updates of ``matrices`` over the learning
-    rate, and how many steps were skipped."""
+    not. ``bytes``: sent since the one before; ``square`` and ``below_eps`` are `Findings` of the
+    last full step; ``numbers``, which may still be on their way to the host, are the RMS of the
+    updates of ``matrices`` over the learning rate, and how many steps were skipped."""
 
     steps: int
     full: bool
+    bytes: int
     watch: Stopwatch
     waits: Mapping[str, Stopwatch]
     square: float | None
@@ -122,11 +128,12 @@ class Record:
 
 @dataclass(eq=False)
 class LastStep:
-    """The count after the last step, and whether that was a full one; ``records`` of a few, from
-    when somebody asks."""
+    """The count after the last step, and whether that was a full one; what was sent since the one
+    before, by purpose; ``records`` of a few, from when somebody asks."""
 
     steps: int = 0
     full: bool = True
+    bytes: Counter[str] = field(default_factory=Counter)
     records: deque[Record] | None = None
 
 
@@ -148,7 +155,7 @@ class Engine(ABC):
         runtime.one_by_one = self._kernels.options.is_fixed
         self._amp = Amp()
         self._grads: dict[int, Tensor] = {}
-        self.skips = Skips()
+        self.skips = Skips(torch.zeros(BLOCKS, dtype=torch.float64, device=runtime.device))
         self.verifier = Verifier()
         self._last = LastStep()
         groups, specs = optimizer.param_groups, runtime.plan.specs
@@ -201,12 +208,16 @@ class Engine(ABC):
         last.steps, last.full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
-    def _note(self, finite: bool | Tensor) -> Tensor | int:
-        """Note whether the step found nothing that is not finite; 1 (or true) if it did."""
+    def _note(self, finite: bool | Tensor, *, is_late: bool = False) -> None:
+        """Note whether the step found nothing that is not finite; ``is_late``: the other ranks
+        learn of it in the next full step."""
         skipped = finite.logical_not() if isinstance(finite, Tensor) else int(not finite)
         self.skips.finite = finite
-        self.skips.count = self.skips.count + skipped
-        return skipped
+        if is_late:
+            n = self._settings.schedule.t - self._settings.schedule.last_full - 1
+            self.skips.late[min(n, BLOCKS - 1)].add_(skipped)
+        else:
+            self.skips.count = self.skips.count + skipped
 
     def _checked(self, grads: Mapping[int, Tensor]) -> tuple[Checked, list[Tensor]]:
         """(Numbers that are finite where AdamW's gradients are, apart by their replicas,
@@ -308,36 +319,54 @@ class Engine(ABC):
         """The last part of a step, on every rank."""
         self._telemetry.finish_step()
 
+    def count_bytes(self) -> None:
+        """Note what this rank has handed to collectives since the step before."""
+        meter = self._runtime.meter
+        self._last.bytes = Counter(meter if self._runtime.transport.world > 1 else ())
+        meter.clear()
+
     # ---- what is told --------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Say on one rank that a step was skipped on all, and why, or that updates are damped by
-        eps. Where a scaler looks for skipped steps, they are no news."""
-        if self._message.found.is_bad:
+        """Say on one rank that steps were skipped, and why, or that updates are damped by eps.
+        Where a scaler looks for skipped steps, they are no news."""
+        found = self._message.found
+        if found.is_bad or any(found.late):
             if self._amp.found_inf is None:
                 self._tell_of_skipped()
-        elif self._message.found.below_eps and not self.skips.told_of_eps:
+        elif found.below_eps and not self.skips.told_of_eps:
             self._tell_of_eps()
 
     def _tell_of_skipped(self) -> None:
-        self.skips.told += 1
-        is_error, transport = self._settings.nonfinite == "raise", self._runtime.transport
-        if self.skips.told & (self.skips.told - 1) and not is_error:
+        skips, transport, message = self.skips, self._runtime.transport, self._message.found
+        blocks = [n for n, ranks in enumerate(message.late) if ranks]
+        before, skips.told = skips.told, skips.told + message.is_bad + len(blocks)
+        is_error, alone = self._settings.nonfinite == "raise", self._settings.schedule.never_full
+        if before.bit_length() == skips.told.bit_length() and not is_error:
             return
         # The names that each rank knows, alike for all of them.
-        told = chain.from_iterable(transport.gather_objects(self._suspects()))
+        mine = self._suspects()
+        told = mine if alone else chain.from_iterable(transport.gather_objects(mine))
         found = dict(sorted(told, key=lambda pair: bool(pair[1])))
         names = [name for name, reason in found.items() if reason] or [*found]
         why = found.get(names[0]) if names else ""
         what = f"momentum is {why}" if why else "gradients are not finite"
-        text = (
-            f"dmuon: a step was skipped on all ranks, because {what}: "
-            f"{first_of(names) or 'those of block steps before'}. "
-            f"Weights and optimizer state are as before it (skipped so far: {self.skips.told})"
-        )
+        what = f"because {what}: {first_of(names) or 'their sum of squares'}"
+        late = ""
+        if blocks:
+            first, s = message.since + blocks[0], "s" * (len(blocks) > 1)
+            late = f"parts of {len(blocks)} block step{s} since step {first} were skipped"
+        if alone:
+            text = f"parts of a block step were skipped on rank {transport.rank}, {what}. They are"
+        elif message.is_bad:
+            text = f"{late}{' and ' * bool(late)}a step was skipped on all ranks, {what}. "
+            text += "Weights and optimizer state are"
+        else:
+            text = f"{late}, {what}. They are"
+        text = f"dmuon: {text} as before it (skipped so far: {skips.told})"
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
-        if transport.rank == 0:
+        if transport.rank == 0 or alone:
             warnings.warn(text, RuntimeWarning, stacklevel=6)
 
     def _tell_of_eps(self) -> None:
@@ -360,8 +389,10 @@ class Engine(ABC):
         """(name, what is wrong with its momentum, if that is to blame) of the first few that are
         not finite on this rank."""
         kept, specs, found = self._momentum(), self._runtime.plan.specs, []
-        names = suspects(specs, self._message.found.not_finite)
-        for name in islice(chain(names, self.skips.names), SUSPECTS):
+        flags = [self._message.found.not_finite, *self.skips.flags]
+        self.skips.flags.clear()
+        named = dict.fromkeys(chain.from_iterable(suspects(specs, some) for some in flags))
+        for name in islice(named, SUSPECTS):
             momentum = next((kept[i] for i in kept if specs.matrices[i].name == name), None)
             reason = ""
             if momentum is not None:
@@ -438,10 +469,19 @@ class Engine(ABC):
             "ns_dtype": dtype_name(self._settings.ns_dtype),
             "update_rms": {specs[i].name: value for i, value in zip(matrices, rms.tolist())},
             "finite": bool(self.skips.finite),
-            "skipped": int(self.skips.count),
+            "skipped": int(self.skips.seen()),
             "below_eps": self._message.found.below_eps,
+            "bytes": dict(self._last.bytes),
+            "step_bytes": self.step_bytes(),
             "kernels": self._kernels.report(),
         }
+
+    def step_bytes(self) -> dict[str, int]:
+        """Bytes beside weights, gradients and optimizer state that a full step takes on this rank,
+        by purpose (docs/sharded.md); what is not kept is alive one at a time."""
+        kernels = self._kernels
+        own = {"newton_schulz": kernels.nbytes, "products": kernels.temporary_bytes}
+        return self._runtime.nbytes | own
 
     def describe(self) -> str:
         """How this rank's work is cut."""
@@ -463,8 +503,9 @@ class Engine(ABC):
 
     def _record(self) -> Record:
         (matrices, rms), found = self._update_rms(), self._message.found
-        numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.count)]))
-        what = self._last.steps, self._last.full, self._telemetry.watch, self._runtime.meter.waits
+        numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.seen())]))
+        last, watch, waits = self._last, self._telemetry.watch, self._runtime.meter.waits
+        what = last.steps, last.full, last.bytes.total(), watch, waits
         return Record(*what, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:

@@ -42,9 +42,9 @@ from dmuon.rule import CACHED, MOMENTUM, Hyper, copier, merged_master, update_no
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
-from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
+from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOperands, at
-from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
+from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
 from dmuon.tensors import are_raw, into_range, scale_all
 from dmuon.types import Layout, NewParameters, OwnershipError
@@ -328,14 +328,12 @@ class ParamsEngine(Engine):
         finite = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
         if finite is False or not is_full:
             self._runtime.pass_by()
-        skipped = self._note(finite)
-        if is_full:
-            self.skips.late = 0
-            if host_can_read(self._runtime.device):
-                self._tell()
-            self.skips.names = []
-        elif self._settings.nonfinite == "raise":
-            self.skips.late = self.skips.late + skipped
+        never = self._settings.schedule.never_full
+        self._note(finite, is_late=not (is_full or never))
+        if never:
+            self._message.note_alone(finite)
+        if (is_full or never) and host_can_read(self._runtime.device):
+            self._tell()
 
     def finish(self) -> None:
         if self._last.full:  # a block step issues no collective, and this may
@@ -344,7 +342,7 @@ class ParamsEngine(Engine):
     def _refuse(self, refusal: Exception) -> None:
         """Take part in a full step in which nothing changes, and which the other ranks know by."""
         runtime = self._runtime
-        vector = self._message.refuse(is_new=isinstance(refusal, NewParameters))
+        vector = self._message.refuse(self._late, is_new=isinstance(refusal, NewParameters))
         runtime.all_reduce(vector, "norms").wait()
         if isinstance(refusal, NewParameters):
             refusal.agreed = self._message.all_are_new(vector)
@@ -372,25 +370,40 @@ class ParamsEngine(Engine):
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
-        self._updates, self.skips.finite = ((), None), False
+        self._updates = (), None
+        self._note(False)
+        self._count_late(vector)
+
+    def _count_late(self, vector: Tensor) -> None:
+        """Count the block steps since the last full one as all ranks know them now."""
+        if self._late is not None:
+            self.skips.count = self.skips.count + self._message.late_steps(vector)
+            self.skips.late.zero_()
+
+    @property
+    def _late(self) -> Tensor | None:
+        """What a full step tells of the block steps before it; None where there are none."""
+        return None if self._settings.schedule.always_full else self.skips.late
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
         """Take the step but for the last updates; False: nothing, as a gradient is not finite."""
         runtime, operands = self._runtime, self._operands
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, self._hypers)
-        inf, late = self._amp.found_inf, self.skips.late
-        if isinstance(late, Tensor) or late:
-            inf = torch.as_tensor(late, dtype=torch.float64, device=runtime.device)
+        inf, late = self._amp.found_inf, self._late
+        if late is not None and self._settings.nonfinite == "raise":  # this step is called off
+            inf = late.sum() if inf is None else late.sum() + inf.to(late)
         checked, of_grads = self._checked(grads)
-        of_grads.append(operands.gradient_square(of_blocks))
-        vector, sent = self._message.fill(norms, checked, here, inf, of_grads)
+        of_grads += operands.gradient_squares(of_blocks)
+        vector, sent = self._message.fill(norms, checked, here, inf, of_grads, late=late)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:
             runtime.meter.wait("verdict", [work])
             spread = self._message.compare(grads)
-            return self._message.read(vector, norms, here, spread)
+            verdict = self._message.read(vector, norms, here, spread)
+            self._count_late(vector)
+            return verdict
 
         # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it. Not
         # where a variant would note what is then called off, nor with co-owners: who waits for the
@@ -485,10 +498,9 @@ class ParamsEngine(Engine):
         for stack in self._block_stacks:
             self._step_alone(stack, operands, now, sizes)
         self._update_adamw(self._with_zeros(grads, verdict), verdict)
-        if verdict.finite is False:  # the host knows
-            found = [(of, ~marks.isfinite()) for of, marks in ((matrices, norms), *checked)]
-            self.skips.names += suspects(self._runtime.plan.specs, found)
-            del self.skips.names[SUSPECTS:]
+        if verdict.finite is not True:
+            numbers = matrices, *(of for of, _ in checked)
+            self.skips.flags.append([*zip(numbers, verdict.not_finite, strict=True)])
         self._updates = matrices, sizes.squares()
         return verdict.finite
 
@@ -581,8 +593,7 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        of_step = {"full_step": self._last.full, "step_bytes": self.step_bytes()}
-        return super().stats() | of_step
+        return super().stats() | {"full_step": self._last.full}
 
     def describe(self) -> str:
         travel = f"buckets that travel: {len(self._runtime.bound().buckets)}"
@@ -608,11 +619,9 @@ class ParamsEngine(Engine):
         accelerator: "passes" for operands that no list kernel takes.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
-        found = {"operands": state.workspace.nbytes}
+        found = {"operands": state.workspace.nbytes} | super().step_bytes()
         if state.copies:
             found["commit"] = sum(memory.nbytes for memory in state.copies.values())
-        found |= self._runtime.bound().nbytes
-        found["newton_schulz"] = self._kernels.nbytes
         is_cpu = self._runtime.device.type == "cpu"
         if isinstance(self._operands, Operands):
             found["norms"] = 4 * (self._operands.narrowest < 4) * self._operands.largest_run
@@ -623,7 +632,6 @@ class ParamsEngine(Engine):
         cut = [part for part in owned if part.transposed and part.box.shape != part.whole]
         turned = [part.box.numel for part in cut if is_cpu]
         found["transposes"] = itemsize * max(turned, default=0)
-        found["products"] = self._kernels.temporary_bytes
         is_cast = is_cpu and itemsize < 4
         cast = [t.nbytes for t in state.targets if is_cast and t.dtype.itemsize >= 4]
         found["updates"] = max(min(sum(cast), 4 * CACHED), *cast, 0)

@@ -211,11 +211,7 @@ class _InOrder:
         self.order = [*order, *others]
         self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
-        # Of operands, and of gradients.
-        self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
-        self._norms = self._both[0]
-        counted = [float(state.is_counted(state.blocks[k])) for k in self.order]
-        self._counted = torch.tensor(counted, dtype=torch.float64, device=state.device)
+        self._counts = [state.is_counted(state.blocks[k]) for k in self.order]
         groups = groupby(state.blocks[k].group for k in self.order)
         self._groups = [(group, len(list(members))) for group, members in groups]
 
@@ -229,11 +225,6 @@ class _InOrder:
             scales = torch.cat([into_range(each, hypers[group].eps) for each, (group, _) in pairs])
         return scales if torch.float64 in self._state.working else scales.float()
 
-    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
-        """After `fill`: the sum of the squares of what this rank counts of the gradients; all ranks
-        together count each element once. 0-d float64."""
-        return self._both[1].mul(self._counted).dot(self._both[1])
-
 
 class Operands(_InOrder):
     """The operands of Newton-Schulz, kept in a workspace. Where computing needs another dtype, an
@@ -241,6 +232,7 @@ class Operands(_InOrder):
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
+        self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
         self._shapes = [(state.working[k], state.momentum[k].shape) for k in self.order]
         self._sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._shapes]
         numels = [shape.numel() for _, shape in self._shapes[: self._count]]
@@ -258,6 +250,10 @@ class Operands(_InOrder):
             runs = [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, end)]
             blocks = self.order[first:last]
             self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
+        every = chain.from_iterable(chunk.runs for chunk in self._chunks)
+        equal = (range(first, first + len(flat)) for first, flat in every)
+        counted = ([self.order[n] for n in some if self._counts[n]] for some in equal)
+        self._counted = [*filter(None, counted)]
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
@@ -314,11 +310,11 @@ class Operands(_InOrder):
             for (_, flat), (_, to) in zip(runs, chunk.runs, strict=True):
                 to.copy_(flat)
 
-    def gradient_square(self, grads: Sequence[Tensor]) -> Tensor:
-        for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
-            some = [grads[k] for k in self.order[first : first + len(flat)]]
-            self._both[1].narrow(0, first, len(some)).copy_(finite_norms(some))
-        return super().gradient_square(grads)
+    def gradient_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """After `fill`: sums of squares of what this rank counts of the gradients, 0-d float64; all
+        ranks together count each element once."""
+        norms = [finite_norms([grads[k] for k in some]) for some in self._counted]
+        return [each.dot(each) for each in norms]
 
     def _stays(self, bad: Tensor | None) -> list[bool]:
         """What a mask says of each position; the host can read it here."""
@@ -390,6 +386,9 @@ class PassingOperands(_InOrder):
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
+        # Of operands, and of gradients.
+        self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
+        self._counted = torch.tensor(self._counts, dtype=torch.float64, device=state.device)
         self._kinds = [(state.blocks[k].group, state.working[k]) for k in self.order]
         kinds = [(*kind, n < self._count) for n, kind in enumerate(self._kinds)]
         self._runs = [*_cuts(kinds, [0] * len(kinds), 1)]
@@ -424,7 +423,11 @@ class PassingOperands(_InOrder):
             else:
                 norms = finite_norms(found)  # of gradients alone
             self._both.narrow(1, first, len(blocks)).copy_(norms)
-        return self._norms
+        return self._both[0]
+
+    def gradient_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """See `Operands.gradient_squares`."""
+        return [self._both[1].mul(self._counted).dot(self._both[1])]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
         """Scaled operands to where they leave, and momentum; zeros where bad, and it stays."""

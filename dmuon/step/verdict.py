@@ -9,6 +9,7 @@
               | ranks that have new parameters | matrices below eps, whose norms do not travel
                 all: they plan again
               | squares of gradients, which are for `Muon.metrics`
+              | of each block step since the last full one: how many ranks skipped parts of it
 
 The number of a step stands for its count and for all hyperparameters. When ranks have read the sum,
 they exchange what differs, and the names of what only some of them know not to be finite.
@@ -42,6 +43,7 @@ _SAMPLED = 16  # elements of a gradient that are compared
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 # The last fields of a message, from `Fields.end` on.
 _BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _GRADS, _LAST = range(9)
+BLOCKS = 64  # block steps between two full ones that are told apart; later ones share a field
 
 Checked = Sequence[tuple[Sequence[int], Tensor]]
 """Numbers of parameters (or matrices), and for each a number that is finite where they are."""
@@ -54,21 +56,24 @@ class Verdict:
     ``finite``: no gradient was found that is not finite. ``bad``: which blocks stay (by position,
     or one 0-d mask for all of them; None: no block). ``stays``: of AdamW's parameters that have an
     answer of their own; ``others``: of all others (None: none of them). Theirs are 0-d in float32,
-    not zero where they stay, as AdamW's fused form takes them.
+    not zero where they stay, as AdamW's fused form takes them. ``not_finite``: of a block step,
+    flags as in `Findings`, without their numbers.
     """
 
     finite: bool | Tensor
     bad: Tensor | None = None
     stays: Mapping[int, bool | Tensor] = field(default_factory=dict)
     others: Tensor | None = None
+    not_finite: Sequence[Tensor] = ()
 
 
 class Fields:
     """Where the numbers of a message lie.
 
     A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
-    for each parameter copy that several ranks hold; from ``end`` the last fields; from ``sent`` on,
-    not sent, flags of what this rank holds alone. ``flags`` are those of its copies, by parameter.
+    for each parameter copy that several ranks hold; from ``end`` the last fields, from ``late``
+    those of ``blocks`` block steps; from ``sent`` on, not sent, flags of what this rank holds
+    alone. ``flags`` are those of its copies, by parameter.
 
     This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
     whose norms travel, and where these norms are; ``counted`` the same of the replica that counts.
@@ -80,6 +85,7 @@ class Fields:
         shards: ShardMap | None,
         matrices: Sequence[int],
         counts: Sequence[bool],
+        blocks: int,
     ) -> None:
         specs, rank, device = runtime.plan.specs, runtime.transport.rank, runtime.device
         every = range(len(specs.matrices))
@@ -91,7 +97,8 @@ class Fields:
         alone = [p for p, ranks in copies if ranks == (rank,)]
         self.norms = len(norm_of)
         self.end = self.norms + len(shared)
-        self.sent = self.end + _LAST
+        self.late = self.end + _LAST
+        self.sent = self.late + blocks
         self.size = self.sent + len(alone)
         flag_of = {p: self.norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self.sent + n for n, p in enumerate(alone)}
@@ -120,9 +127,12 @@ class Findings:
     """Of the last message: whether something was not finite; the ``square`` of the joint norm of
     all gradients; how many matrices had a norm below eps, which of them are known to all ranks, and
     what this rank knows of others (numbers, flags). ``not_finite`` are flags of this rank's
-    matrices, then of AdamW's parameters."""
+    matrices, then of AdamW's parameters. ``late``: how many ranks skipped parts of each block step
+    before it, of which the first was the ``since``-th step."""
 
     is_bad: bool = False
+    late: Sequence[float] = ()
+    since: int = 0
     square: float | None = None
     below_eps: int = 0
     below: Sequence[int] = ()
@@ -149,7 +159,8 @@ class VerdictMessage:
     ) -> None:
         self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
-        self._fields = Fields(runtime, shards, matrices, counts)
+        blocks = 0 if schedule.always_full else BLOCKS
+        self._fields = Fields(runtime, shards, matrices, counts, blocks)
         self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
         # Parameters of which gradients that some ranks lack, or that differ, are an error.
         is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1
@@ -174,14 +185,16 @@ class VerdictMessage:
         found_inf: Tensor | None,
         squares: Sequence[Tensor],
         others: tuple[Sequence[int], Tensor] | None = None,
+        late: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
         gradient on this rank. ``squares``: sums of squares of gradients, each counted on one rank.
-        ``others``: matrices whose norms are known elsewhere than in ``norms``, and these.
+        ``others``: matrices whose norms are known elsewhere than in ``norms``, and these. ``late``
+        [BLOCKS]: not zero where this rank skipped parts of a block step since the last full one.
         """
-        fields, found, vector = self._fields, self.found, self._blank()
+        fields, found, vector = self._fields, self.found, self._blank(late)
         for flag, is_here in zip(fields.flags, here, strict=True):
             if not is_here:
                 vector[flag].zero_()
@@ -190,12 +203,15 @@ class VerdictMessage:
         vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
         bad = vector[fields.end + _BAD]
         every = (fields.matrices, norms), *checked
-        found.not_finite = [(of, values.isfinite().logical_not_()) for of, values in every]
-        for _, flags in found.not_finite:
-            bad.add_(flags.sum().to(vector.device))
+        found.not_finite = [self._flags(*pair) for pair in every]
+        for of, flags in found.not_finite:
+            if of:
+                bad.add_(flags.sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
-        for square in squares:
+        if self._on_host:  # in a third of the time
+            vector[fields.end + _GRADS].fill_(sum(map(float, squares)))
+        for square in () if self._on_host else squares:
             vector[fields.end + _GRADS].add_(square.to(vector.device))
         if others is None:
             others = fields.not_sent[0], norms.index_select(0, fields.not_sent[1])
@@ -204,6 +220,12 @@ class VerdictMessage:
             found.below_here = others[0], below
             vector[fields.end + _BELOW].add_(below.sum().to(vector.device))
         return vector, vector.narrow(0, 0, fields.sent)
+
+    def _flags(self, of: Sequence[int], values: Tensor) -> tuple[Sequence[int], Tensor]:
+        """What is not finite; nothing where the host sees in one sum that all is."""
+        if self._on_host and math.isfinite(float(values.sum())):
+            return (), values[:0]
+        return of, values.isfinite().logical_not_()
 
     def _eps_of(self, matrices: Sequence[int], like: Tensor) -> float | Tensor:
         """The eps of these matrices: one for all, or one each."""
@@ -218,9 +240,9 @@ class VerdictMessage:
             self._limits = each, limits
         return self._limits[1]
 
-    def refuse(self, *, is_new: bool = False) -> Tensor:
+    def refuse(self, late: Tensor | None = None, *, is_new: bool = False) -> Tensor:
         """What a rank sends that cannot take this step; ``is_new``: because of new parameters."""
-        end, vector = self._fields.end, self._blank()
+        end, vector = self._fields.end, self._blank(late)
         vector[:end].zero_()
         vector[end + _BAD].fill_(1.0)
         vector[end + _REFUSE].fill_(1.0)
@@ -228,8 +250,11 @@ class VerdictMessage:
         vector[end + _NEW].fill_(float(is_new))
         return vector.narrow(0, 0, self._fields.sent)
 
-    def _blank(self) -> Tensor:
+    def _blank(self, late: Tensor | None) -> Tensor:
         end, vector = self._fields.end, self._empty.clone()
+        if late is not None:
+            self.found.since = self._schedule.last_full + 2  # steps are counted from 1
+            vector[self._fields.late : self._fields.sent].copy_(late)
         self._said = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
@@ -277,6 +302,10 @@ class VerdictMessage:
     def all_are_new(self, vector: Tensor) -> bool:
         """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
         return bool(vector[self._fields.end + _NEW] == self._transport.world)
+
+    def late_steps(self, vector: Tensor) -> Tensor:
+        """How many block steps since the last full one some rank has skipped parts of."""
+        return (vector[self._fields.late : self._fields.sent] > 0).sum()
 
     def read(
         self,
@@ -330,6 +359,12 @@ class VerdictMessage:
         sent = vector[: self._fields.sent]
         self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
 
+    def note_alone(self, finite: bool | Tensor) -> None:
+        """Note whether this rank found nothing that is not finite, where ranks never agree."""
+        self.found.is_bad = finite is False
+        if isinstance(finite, Tensor):
+            self._noted = HostCopy(finite.logical_not().view(1))
+
     def raise_noted(self) -> None:
         """Raise what the last full step's `read` could not, and note if something was not finite.
 
@@ -337,8 +372,11 @@ class VerdictMessage:
         the others would leave them alone in a collective. The device has had a forward and a
         backward pass since, so it does not run dry while the host waits.
         """
-        noted, self._noted, self.found.is_bad = self._noted, None, False
-        if noted is not None:
+        found, noted, self._noted = self.found, self._noted, None
+        found.is_bad, found.late = False, ()
+        if noted is not None and self._schedule.never_full:
+            found.is_bad = bool(noted.read()[0])
+        elif noted is not None:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
@@ -354,7 +392,7 @@ class VerdictMessage:
             return
         if world * square != step * step:
             self._raise_difference()
-        norms, found.square = values[: fields.norms], last[_GRADS]
+        norms, found.square, found.late = values[: fields.norms], last[_GRADS], last[_LAST:]
         found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
         if found.is_bad:  # the step is skipped, and such gradients differ
             return
@@ -449,9 +487,10 @@ def own_verdict(
     every = [bad, *(flags for _, flags in of_others)]
     any_bad = torch.stack([flags.any().to(device) for flags in every]).any()
     finite = any_bad.logical_or_(overflow).logical_not_()
-    for n, p in enumerate(parameters):
-        if not here[p]:
-            bad[n].fill_(True)
+    missing = [n for n, p in enumerate(parameters) if not here[p]]
+    bad = bad.clone() if missing else bad
+    for n in missing:
+        bad[n].fill_(True)
     stays: dict[int, bool | Tensor] = {p: True for p, is_here in enumerate(here) if not is_here}
     for some, flags in of_others:
         flag = flags.any()
@@ -460,5 +499,5 @@ def own_verdict(
         elif bool(flag):
             stays |= dict.fromkeys(some, True)
     if on_host:
-        return Verdict(bool(finite), bad if bool(bad.any()) else None, stays)
-    return Verdict(finite, bad, stays, overflow.float())
+        return Verdict(bool(finite), bad if bool(bad.any()) else None, stays, None, every)
+    return Verdict(finite, bad, stays, overflow.float(), every)

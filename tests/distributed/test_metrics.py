@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -256,6 +257,25 @@ def test_an_asynchronous_step_shows_the_one_before(rank, world):
             assert pair.pending
             assert found.get("steps") == (step or None)
         assert found["scatter_ms"] > 0 and found["update_rms/0/mean"] > 0
+
+
+@pytest.mark.parametrize("host", ["reads", "does not read"])
+@pytest.mark.parametrize("publish", ["sync", "async"])
+@layouts("fsdp2", "reduced")
+def test_bytes_are_of_the_step_that_is_shown(rank, world, layout, publish, host):
+    """Steps that differ: block steps send nothing, and not every step exchanges times."""
+    only = {"publish": publish} | ({"period": 2} if layout == "fsdp2" else {})
+    on_host = host_cannot_read() if host != "reads" else nullcontext()
+    with on_host, both(layout=layout, only=only) as pair:
+        sent, shown = {}, {}
+        for step in range(1, 7):
+            pair.backward(step)
+            pair.step()
+            sent[step] = sum(pair.opt.stats()["bytes"].values())
+            found = pair.opt.metrics()
+            shown |= {int(found["steps"]): found["bytes"]} if found else {}
+        assert len(set(sent.values())) > 1 and len(shown) >= 4, (sent, shown)
+        assert shown.items() <= sent.items()
 
 
 NAMES = {

@@ -18,6 +18,7 @@ from tests.distributed.layouts import AT_OWNERS, layouts
 from tests.distributed.models import Net
 from tests.distributed.twins import both
 from tests.poison import Poison
+from tests.transports import RecordingTransport
 
 HOSTS = pytest.mark.parametrize("host", ["reads", "does not read"])
 
@@ -139,6 +140,104 @@ def test_raise_waits_for_the_next_full_step(rank, world, period, host):
         after = pair.whole()
         assert all(bool(w.isfinite().all()) for w in after.values())
         assert not torch.equal(after["mid.weight"], before["mid.weight"])
+
+
+# ---- block steps (MuonBP) ----------------------------------------------------------------
+
+BLOCK = "blocks.1.up.weight"  # every rank has a shard
+FAULTS = {1: (2,), 3: (1, 2), 6: (0,), 7: (0,)}  # of which ranks a shard has a nan, by step
+
+
+def faulty_step(pair, number, rank):
+    """A step, perhaps with a nan on this rank; what is told of skipped ones."""
+    pair.opt.zero_grad()
+    pair.backward(number)
+    if rank in FAULTS.get(number, ()):
+        local_tensor(pair.bare.get_parameter(BLOCK).grad).view(-1)[-1] = math.nan
+    pair.events.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pair.opt.step()
+    return [str(w.message) for w in told if "skipped" in str(w.message)]
+
+
+def own_faults(rank, steps):
+    return sum(rank in FAULTS.get(number, ()) for number in steps)
+
+
+@HOSTS
+@distributed(3)
+def test_the_next_full_step_tells_all_ranks_what_block_steps_skipped(rank, world, host):
+    """Steps 0, 4 and 8 are full; two ranks that skip parts of one step are one skipped step."""
+    only = {"period": 4, "publish": "sync"}
+    with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
+        late, told, sent = host != "reads", {}, {}
+        for number in range(10):
+            told[number] = faulty_step(pair, number, rank)
+            sent[number] = [event.tag for event in pair.events]
+            full = number // 4 * 4
+            agreed = sum(number < full for number in FAULTS)
+            mine = agreed + own_faults(rank, range(full + 1, number + 1))
+            assert pair.opt.stats()["skipped"] == mine, number
+            assert late or pair.opt.metrics()["skipped"] == mine
+            assert gathered(agreed) == [agreed] * world
+        assert not any(sent[n] for n in sent if n % 4)
+        assert sent[0] == sent[4] == sent[8], "nothing else is sent"
+        assert [n for n in told if told[n]] == ([4 + late, 8 + late] if rank == 0 else [])
+        for n, what in ((4, "2 block steps since step 2"), (8, "2 block steps since step 7")):
+            for text in told[n + late]:
+                assert f"parts of {what} were skipped, because gradients are" in text, text
+                assert f"finite: {BLOCK}. They" in text, text
+        assert all(bool(w.isfinite().all()) for w in pair.whole().values())
+
+
+@HOSTS
+@distributed(3)
+def test_raise_tells_all_ranks_what_block_steps_skipped(rank, world, host):
+    only = {"period": 4, "publish": "sync", "nonfinite": "raise"}
+    with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
+        late = host != "reads"
+        for number in range(4 + late):
+            faulty_step(pair, number, rank)
+        before = pair.whole()
+        with pytest.raises(NonFiniteError) as caught:
+            faulty_step(pair, 4, rank)
+        assert_bitwise(pair.whole(), before)
+        text = str(caught.value)
+        assert gathered(text) == [text] * world
+        assert "parts of 2 block steps since step 2 were skipped and a step was skipped on" in text
+        assert BLOCK in text and "skipped so far: 3)" in text
+        assert gathered(pair.opt.stats()["skipped"]) == [3] * world
+        faulty_step(pair, 5, rank)
+
+
+@HOSTS
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@distributed(3)
+def test_without_full_steps_the_rank_itself_tells(rank, world, host, nonfinite):
+    """Each counts its own, and nothing is sent."""
+    only = {"period": math.inf, "publish": "sync", "nonfinite": nonfinite}
+    with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
+        late, told = host != "reads", {}
+        for number in range(9):
+            try:
+                told[number] = faulty_step(pair, number, rank)
+            except NonFiniteError as error:
+                told[number] = [str(error)]
+            assert not pair.events
+        found = [n for n in FAULTS if rank in FAULTS[n]]
+        if late and nonfinite == "raise":  # the step that raises is not taken
+            found = [n for n in found if n - 1 not in found]
+        at = [n + late for n in found]
+        assert [n for n in told if told[n]] == at
+        for count, n in enumerate(at, 1):
+            (text,) = told[n]
+            assert f"a block step were skipped on rank {rank}, because gradients" in text, text
+            assert f"finite: {BLOCK}. They" in text and f"so far: {count})" in text, text
+        if nonfinite == "skip":
+            assert pair.opt.stats()["skipped"] == len(at) == own_faults(rank, range(9))
+            assert pair.opt.metrics().get("skipped", len(at)) == len(at)
+        assert all(bool(w.isfinite().all()) for w in pair.whole().values())
 
 
 # ---- gradients that tests set by hand --------------------------------------------------------

@@ -129,13 +129,14 @@ def run_it(rank: int, world: int, name: str, layout: str, text: str) -> dict[str
     state = sum(nbytes(entry) for entry in opt.state.values())
     found = {
         "owners": own.plan.owners, "planned": own.plan.state_bytes[rank], "state": state,
-        "step_bytes": opt.stats().get("step_bytes", {}),
+        "step_bytes": opt.stats()["step_bytes"],
         "domains": [sorted(own.plan.limits.domains[d]) for d in own.plan.limits.domain_of],
     }  # fmt: skip
     own.close()
     return found
 
 
+_ON_PARAMS = ("sharded", "replicated")
 _BUFFERS = ("operands", "inbound", "outbound", "assembly")
 
 
@@ -157,11 +158,14 @@ def test_the_live_model_runs_it_and_takes_the_memory_that_was_told(
         if layout != "dedicated":  # where FSDP2 was not asked to shard the rest
             assert found["state"] == told["momentum"] + told["AdamW state"]
         kept = {k: found["step_bytes"].get(k, 0) for k in _BUFFERS}
-        if layout in ("sharded", "replicated"):
+        if layout in _ON_PARAMS:
             assert found["planned"] == plan.state_bytes[rank] == found["state"]
-            assert told["buffers"] == sum(kept.values())
-            # A CPU may take less, matrix by matrix.
-            assert 0 < found["step_bytes"]["newton_schulz"] <= told["Newton-Schulz"] + 1024
+        # At owners updates lie at multiples of 64 bytes, with a number per matrix behind them.
+        room = 132 * len(plan.owners) * (layout == "reduce_to_owner")
+        assert told["buffers"] <= sum(kept.values()) <= told["buffers"] + room
+        # A CPU may take less, matrix by matrix; at owners a kernel may take a square more.
+        most = told["Newton-Schulz"] * (1 if layout in _ON_PARAMS else 1.25)
+        assert 0 < found["step_bytes"]["newton_schulz"] <= most + 1024
         expected = [sorted(plan.limits.domains[d]) for d in plan.limits.domain_of]
         assert found["domains"] == expected
 
