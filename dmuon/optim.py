@@ -172,19 +172,12 @@ class Muon(Optimizer):
         for name, value in others.items():
             if not config.is_idle(name, value):
                 raise TypeError(f"dmuon.Muon has no keyword {name!r}: {_instead(name)}")
-        if betas is not None and adamw_betas not in ((0.9, 0.95), betas):
-            raise TypeError(
-                f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
-            )
-        if betas is not None:
-            config.checked({"betas": config.BETAS}, {"betas": betas})
         muon = config.MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
-        adamw = config.AdamWDefaults(
-            adamw_lr, adamw_betas if betas is None else betas, adamw_eps, adamw_weight_decay
-        )
+        both = _betas_of(adamw_betas, betas)
+        adamw = config.AdamWDefaults(adamw_lr, both, adamw_eps, adamw_weight_decay)
         switches = {
             "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
@@ -819,6 +812,20 @@ def _instead(name: str) -> str:
     if name in {f.name for f in fields(Request)}:
         return f"how to plan goes into dedicate={{{name!r}: ...}}"
     return config.instead(name, [*signature(Muon.__init__).parameters][1:])
+
+
+def _betas_of(
+    adamw_betas: tuple[float, float], betas: tuple[float, float] | None
+) -> tuple[float, float]:
+    """AdamW's betas, which have two names."""
+    if betas is None:
+        return adamw_betas
+    if adamw_betas not in ((0.9, 0.95), betas):
+        raise TypeError(
+            f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
+        )
+    config.checked({"betas": config.BETAS}, {"betas": betas})
+    return betas
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -350,36 +350,41 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
                 f"{where}: dim must be one of {sorted(dims)}, the dims of the matrices in "
                 f"{use.name!r} {list(shape)}, found {dim!r}"
             )
-        dim, value = dim % len(shape), cast(Any, said[key])
-        total, what = shape[dim], "row" if dim == dims[0] else "column"
-        of, count = f"{total} {what}s of {use.name!r}", value
-        # Would it fit if the weight were stored the other way?
-        is_known = {*said} != {key} or isinstance(use.module, _KNOWN)
-        other = 0 if is_known else shape[dims[1]]
-        told = {key: value, "transposed": not read.is_in_out}
-        stored = f". If it is stored {'outputs' if read.is_in_out else 'inputs'} first, say {told}"
-        if is_interleaved := setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value))):
-            count = int(value.removeprefix("interleaved:"))
-        if is_interleaved or setting == "heads":
-            is_count = isinstance(count, int) and count > 0
-            if not is_count or total % count:
-                hint = stored if is_count and other and other % count == 0 else ""
-                raise SelectionError(
-                    f"{where} = {value!r}: the number must be an integer >= 1 that divides the "
-                    f"{of}{hint}"
-                )
-            value = (total // count,) * count
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
-        if not are_counts or sum(value) != total:
-            added = f"; they add up to {sum(value)}" if are_counts else ""
-            hint = stored if are_counts and sum(value) == other else ""
-            equal = "" if is_list else f". For equal pieces say heads={{{pattern!r}: 2}}"
-            raise SelectionError(
-                f"{where} must be a list of positive {what} counts that add up to the {of}{added}, "
-                f"or 'interleaved:2', found {value!r}{hint}{equal}"
-            )
-        yield pattern, (read, dim, tuple(value), len(value) if is_interleaved else 1)
+        dim, value = dim % len(shape), said[key]
+        unit = f"{'row' if dim == dims[0] else 'column'}s of {use.name!r}"
+        sizes, step, wrong = _sizes(setting, value, shape[dim], unit)
+        if wrong:
+            # Would it fit if the weight were stored the other way?
+            is_known = {*said} != {key} or isinstance(use.module, _KNOWN)
+            if not is_known and not _sizes(setting, value, shape[dims[1]], unit)[2]:
+                first, told = read.is_in_out, {key: value, "transposed": not read.is_in_out}
+                wrong += f". If it is stored {'outputs' if first else 'inputs'} first, say {told}"
+            elif setting == "splits" and not isinstance(value, str | Sequence):
+                wrong += f". For equal pieces say heads={{{pattern!r}: 2}}"
+            raise SelectionError(f"{where} = {value!r}: {wrong}")
+        yield pattern, (read, dim, sizes, step)
+
+
+def _sizes(
+    setting: str, value: Any, total: int, unit: str
+) -> tuple[tuple[int, ...], int, str | None]:
+    """(Sizes of pieces that add up to ``total``, of every so manyth, what is wrong)."""
+    count = value if setting == "heads" else None
+    if is_interleaved := setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value))):
+        count = int(value.removeprefix("interleaved:"))
+    if is_interleaved or setting == "heads":
+        if not isinstance(count, int) or count < 1 or total % count:
+            return (), 1, f"the number must be an integer >= 1 that divides the {total} {unit}"
+        return (total // count,) * count, count if is_interleaved else 1, None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(size, int) and size > 0 for size in value):
+        added = ""
+    elif sum(value) == total:
+        return tuple(value), 1, None
+    else:
+        added = f", not to {sum(value)}"
+    wrong = f"positive counts that add up to the {total} {unit}{added}, or 'interleaved:2'"
+    return (), 1, f"it must be a list of {wrong}"
 
 
 def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:

@@ -186,7 +186,8 @@ def test_the_report_is_as_wide_as_the_terminal(columns, widest):
     else:
         main_end, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-        environment = os.environ | {"TERM": "xterm"}
+        environment = {**os.environ, "TERM": "xterm"}
+        environment.pop("COLUMNS", None)  # which workers of pytest have
         pipes = {"stdin": end, "stdout": end, "stderr": end}
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
         os.close(end)
