@@ -7,8 +7,7 @@ from dmuon.__main__ import _parser as parser_of
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import solve_on_first
-from dmuon.comm.storage import Layer as DedicatedStorage
-from dmuon.comm.transport import C10dTransport, Transport, Work, timeout_of
+from dmuon.comm.transport import C10dTransport, Meter, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
 from dmuon.devices import SideStream, host_can_read
 from dmuon.kernels.runner import Orthogonalizer
@@ -22,10 +21,10 @@ __all__ = [
     "WARM_UP",
     "BlockState",
     "C10dTransport",
-    "DedicatedStorage",
     "Given",
     "Hyper",
     "IssuedWork",
+    "Meter",
     "Orthogonalizer",
     "OwnerState",
     "OwnersEngine",
