@@ -1,14 +1,11 @@
 """Models to plan for without having them: presets, Hugging Face configurations, users' functions.
 
-`model_specs` turns either into what the scheduler takes. A configuration is built by transformers
-on the meta device, where it takes no memory, so that names, shapes, order and fused experts are
-those of the model that will be trained.
-
-`presets.json` holds, for each preset, what that gave (``python -m tests.make_presets`` writes it),
-and the publication of its sizes (``source``); it needs no transformers. A row of ``parameters`` is
-a name, the kind of the module that holds it, and its shape or the name of the weight that it is
-tied to. ``{0..31}`` repeats a block: all rows of one block come before those of the next. ``head``
-is what the model calls its output embeddings.
+A configuration is built by transformers on the meta device, so that names, shapes, order and fused
+experts are those of the model that will be trained. `presets.json` holds what that gave (``python
+-m tests.make_presets`` writes it), and the publication of the sizes (``source``). A row of
+``parameters`` is a name, the kind of the module that holds it, and its shape or the name of the
+weight that it is tied to. ``{0..31}`` repeats a block: all rows of one block come before those of
+the next. ``head`` is what the model calls its output embeddings.
 
 Importing this loads no torch, so that the command line shows the presets without it.
 """
@@ -48,6 +45,8 @@ _TASKS = (
     "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM",
     "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
 )  # fmt: skip
+_NOT_BUILT = {"auto_map", "quantization_config", "architectures", "model_type"}
+_NOT_BUILT |= {"attn_implementation", "_attn_implementation"}
 
 
 def rows_of(parameters: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str, Any]]:
@@ -91,8 +90,7 @@ def _skeleton(preset: Mapping[str, Any]) -> nn.Module:
 
     for name, kind, shape in rows_of(preset["parameters"]):
         path, _, own = name.rpartition(".")
-        holder = module(path, kind)
-        tied = isinstance(shape, str)
+        holder, tied = module(path, kind), isinstance(shape, str)
         p = root.get_parameter(shape) if tied else nn.Parameter(torch.empty(shape))
         setattr(holder, own, p)
         if kind == "Conv1D" and own == "weight":  # transformers' own, stored (in, out)
@@ -139,10 +137,9 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
 def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
     """The model that a Hugging Face configuration describes, on the meta device.
 
-    ``architectures`` names its class; where transformers has none of that name ``model_type``
-    decides, which the logger ``dmuon`` says, and where it is left out. Quantization is left out,
-    because weights are trained unquantized, and code that comes with a configuration is not run.
-    ``dtype`` replaces the one that the configuration names.
+    ``architectures`` names its class; without one that transformers has, ``model_type`` decides.
+    Weights are trained unquantized, and code that comes with a configuration is not run. ``dtype``
+    replaces the one that the configuration names.
 
     Raises:
         PlanError: transformers is not installed, does not know the model, or cannot build it.
@@ -158,14 +155,13 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
             f"a configuration is built by transformers, which is missing ({error}): pip install "
             f"transformers, or plan a preset ({', '.join(PRESETS)})"
         ) from error
-    level, left_out = transformers.logging.get_verbosity(), {"auto_map", "quantization_config"}
-    left_out |= {"architectures", "model_type", "attn_implementation", "_attn_implementation"}
+    level = transformers.logging.get_verbosity()
     try:
         transformers.logging.set_verbosity_error()
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             made, settings = _class_of(config, transformers)
-            given = {key: value for key, value in config.items() if key not in left_out}
+            given = {key: value for key, value in config.items() if key not in _NOT_BUILT}
             with torch.device("meta"):
                 model: nn.Module = made(settings.from_dict(given))
             return model.to(wanted)
@@ -184,8 +180,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     """The dtype that a configuration, or that of its language model, names; else bfloat16."""
     from dmuon.scheduler.specs import ITEM_SIZE
 
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     given = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
     name = next(filter(None, given), "bfloat16")
     if not isinstance(name, str) or name not in ITEM_SIZE:
@@ -252,8 +247,7 @@ def model_specs(
 
     ``text`` is a name of `PRESETS`, the path of a Hugging Face ``config.json`` (or its folder), or
     ``module:function``: a function without arguments, importable from here or the current folder,
-    that returns a model, best on the meta device. ``dtype`` replaces the model's own. ``splits``
-    and ``heads`` are those of `collect`.
+    that returns a model, best on the meta device. ``dtype`` replaces the model's own.
 
     Raises:
         PlanError: nothing of that name, an unreadable configuration, or a function that fails.

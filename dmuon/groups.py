@@ -60,8 +60,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Group dicts with lists as "params", from any of the accepted forms; a copy. What is in the
-    lists is for `members`, on all ranks alike."""
+    """Group dicts with lists as "params", for `members`, from any of the accepted forms; a copy."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -97,10 +96,8 @@ def members(group: Group) -> list[Pair]:
     """The parameters of a group, each with its name or None."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
     if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
-        raise TypeError(
-            "the 'params' of a param group are parameters or (name, parameter) pairs, found "
-            f"{wrong[0]}"
-        )
+        expected = "parameters or (name, parameter) pairs"
+        raise TypeError(f"the 'params' of a param group are {expected}, found {wrong[0]}")
     names = [e[0] for e in group["params"] if is_pair(e)] or group.get("param_names")
     if names is not None and len(names) != len(found):
         raise ValueError(
@@ -123,13 +120,10 @@ def algorithm_of(group: Group) -> Algorithm | None:
 
 
 class NamedGroups:
-    """The parameters of an optimizer, by param group: their names, routes and models.
-
-    ``names``: by group, canonical or made up. ``algorithms``: those that the parameters of a group
-    need. ``routes``: how each parameter is updated, by name, decided when it was given; of a frozen
-    one how it would be. ``models``: those that hold parameters. ``defaults``: hyperparameters for
-    matrices and for the others. ``how``: ``select``, ``splits`` and ``heads``.
-    """
+    """The parameters of an optimizer, by param group: their ``names``, canonical or made up, and
+    the ``algorithms`` that they need. ``routes``: how each is updated, by name, decided when it was
+    given; of a frozen one how it would be. ``models``: those that hold parameters. ``defaults``:
+    hyperparameters for matrices and for the others. ``how``: ``select``, ``splits``, ``heads``."""
 
     def __init__(self, passed: object) -> None:
         self._passed = weakref.ref(passed) if isinstance(passed, nn.Module) else None
@@ -154,10 +148,8 @@ class NamedGroups:
     def read(
         self, given: Sequence[Group], planned: Mapping[Tensor, Route] | None = None
     ) -> list[Group]:
-        """Users' groups with the hyperparameters that their parameters need.
-
-        ``planned``: those that `dedicate_params` has routed; without any, all are routed here.
-        """
+        """Users' groups with the hyperparameters that their parameters need. ``planned``: those
+        that `dedicate_params` has routed; without any, all are routed here."""
         first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
         if not first:
@@ -275,9 +267,8 @@ class NamedGroups:
 
     def exchange(self, groups: Sequence[Group]) -> nn.Module | None:
         """Replace parameters that no module holds any more, because `fully_shard` has replaced
-        them, by the model's own of now. Returns the model if all of ``groups`` is of one.
-
-        Raises OwnershipError if one is not found, and nobody has given it a gradient."""
+        them, by the model's own of now; OwnershipError if one is not found, and nobody has given it
+        a gradient. Returns the model if all of ``groups`` is of one."""
         models = [reference() for reference in self.models]
         now: dict[tuple[int, str], Any] = {}
         for number, model in enumerate(models):
@@ -306,7 +297,7 @@ class NamedGroups:
 
     def _now(self, name: str, p: Tensor, now: Mapping[tuple[int, str], Tensor]) -> Tensor:
         """What stands in the place of ``p``, which no module holds any more: in its model, by
-        ``now``, or in the module that had it, where the model was a wrapper that is gone."""
+        ``now``, or where that was a wrapper that is gone, in the module that had it."""
         if name not in self._places:
             return p
         number, full, module, local = self._places[name]
@@ -360,11 +351,8 @@ def names_in(model: nn.Module) -> dict[int, list[str]]:
 
 def find_models(given: Sequence[Pair]) -> list[Found]:
     """The live models that hold these parameters, given with their names or None; the first holds
-    the most. Of a parameter that no module holds there is none.
-
-    A model is found from the smallest module that holds all uses of its parameters here, as
-    `_model_in` says. Not a collective call; 0.15 s of the host with transformers imported.
-    """
+    the most. Each is found from the smallest module that holds all uses of its parameters, as
+    `_model_in` says. Not a collective call; 0.15 s of the host with transformers imported."""
     names = {id(p): canonical_name(name) for name, p in given if name is not None}
     left = {id(p) for _, p in given}
     live, found = _Live(left), []
@@ -378,8 +366,8 @@ def find_models(given: Sequence[Pair]) -> list[Found]:
 
 def _model_in(chain: Sequence[nn.Module], held: Set[int], names: Mapping[int, str]) -> nn.Module:
     """The model of parameters ``held`` among modules, each around the one before: the first in
-    which they have their names. Without names a layer, or a block of a list, belongs to what is
-    around it, and so does whatever is the only part that is trained."""
+    which they have their names. Without names a layer, a block of a list, or the only part that is
+    trained belongs to what is around it."""
     if held <= names.keys():
         for module in chain:
             known = names_in(module)
@@ -395,8 +383,7 @@ def _model_in(chain: Sequence[nn.Module], held: Set[int], names: Mapping[int, st
 
 
 class _Live:
-    """All live modules; ``held``: which of the wanted parameters each has in itself or below, by
-    id. Garbage that is not collected yet is among them."""
+    """All live modules, and garbage; ``held``: ids of wanted parameters in each and below it."""
 
     def __init__(self, wanted: Set[int]) -> None:
         modules = _live_modules()
@@ -427,13 +414,12 @@ class _Live:
     def chain(self, module: nn.Module) -> list[nn.Module]:
         """It and, one around the other, the modules that contain all that contains it."""
         found = [module]
-        while True:
-            parents = {m for m in self._inside if found[-1] in m.children()}
-            common = [m for m, inside in self._inside.items() if parents and parents <= inside]
-            common = [m for m in common if m not in found]
+        while parents := {m for m in self._inside if found[-1] in m.children()}:
+            common = [m for m, of in self._inside.items() if parents <= of and m not in found]
             if not common:
-                return found
+                break
             found.append(min(common, key=lambda m: len(self._inside[m])))
+        return found
 
 
 def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
@@ -446,8 +432,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Lists that no module contains of what another contains, as ``nn.ModuleList(m.children())``:
-    they may be gone soon."""
+    """Lists that no module contains of what another contains: ``nn.ModuleList(m.children())``."""
     inside = {child for module in modules for child in module.children()}
     lists = [m for m in modules if type(m) in LISTS and m not in inside]
     parts = {m: {*m.children()} for m in lists}
@@ -456,8 +441,8 @@ def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
-    """All that Python's garbage collector lists; of what was frozen it lists nothing, and to freeze
-    it again freezes all the rest as well."""
+    """All that Python's garbage collector lists: of what was frozen nothing, unless it is thawed;
+    to freeze it again freezes all the rest as well."""
     kinds = [nn.Module]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
@@ -474,20 +459,19 @@ def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
 
 # ---- hyperparameters ---------------------------------------------------------------------
 
-
+# They decide what state there is, so that they cannot change.
 BOUND = "variant", "momentum_dtype"
-"""Hyperparameters that decide what state there is, so that they cannot change."""
 
 
 def completed(
     group: Group, algorithms: Collection[Algorithm], muon: Group, adamw: Mapping[str, Any]
 ) -> Group:
-    """The hyperparameters of a group with such parameters, and whatever else the user put there.
+    """The hyperparameters of a group with such parameters, and whatever else the user put there,
+    for `check_group` to find.
 
-    ``muon`` and ``adamw`` are the defaults. What a group says wins over them for all of its
-    parameters, so its ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr``
-    or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
-    """
+    What a group says wins over the defaults, ``muon`` and ``adamw``, for all of its parameters: its
+    ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr`` or
+    ``adamw_weight_decay`` as well."""
     idle = [k for k, v in group.items() if config.is_idle(k, v, in_group=True)]
     own = {k: v for k, v in group.items() if k not in (*MEMBERS, *idle)}
     if not group["params"]:  # perhaps it has some on other pipeline stages
@@ -586,18 +570,17 @@ def describe(group: Group, number: int, members: object) -> list[str]:
 
 
 def _texts(values: Group) -> dict[str, str]:
-    # Not a tensor's own text, which names its device, another one on each rank.
+    # Not a tensor's own text, which names its device.
     return {k: repr(v.tolist() if isinstance(v, Tensor) else v) for k, v in values.items()}
 
 
 class Accepted:
     """The planned param groups, checked again at each step where they may have changed; ``params``
-    are the parameters of each, ``digest`` what ranks compare."""
+    are the parameters that each must still hold, ``digest`` what ranks compare."""
 
     def __init__(
         self, groups: Sequence[Group], algorithms: Sequence[Collection[Algorithm]]
     ) -> None:
-        # What each group must still hold: engines are bound to it.
         self.params = [list(group["params"]) for group in groups]
         self._algorithms = algorithms
         self._bound = [{k: repr(group[k]) for k in BOUND if k in group} for group in groups]
@@ -613,9 +596,8 @@ class Accepted:
                 f"opt.param_groups has {len(groups)} groups, but {count} were given: "
                 "add groups with opt.add_param_group, and freeze what is not to be trained"
             )
-        for number, (group, params, (keys, known)) in enumerate(
-            zip(groups, self.params, self._known)
-        ):
+        each = enumerate(zip(groups, self.params, self._known))
+        for number, (group, params, (keys, known)) in each:
             now = group.get("params", ())
             if len(now) != len(params) or not all(map(operator.is_, now, params)):
                 raise OwnershipError(

@@ -63,9 +63,8 @@ _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
 
+# Relative Frobenius error that a kernel may have: several times that of each dtype's safe forms.
 ERROR_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Relative Frobenius error that a kernel may have on a Gaussian matrix: several times what each
-dtype's safe forms measure, and far below what a wrong result gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +116,8 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """Milliseconds of these batches on a CPU. None takes longer than its matrices do in smaller
-    batches, less the calls that it saves. Otherwise the noise of a few times would split batches.
+    """Milliseconds of these batches on a CPU: none takes longer than its matrices do in smaller
+    batches, less the calls that it saves, or the noise of a few times would split batches.
 
     >>> one, two = Case((8, 8, "float32"), 1), Case((8, 8, "float32"), 2)
     >>> by_smaller_batches({one: 4.0, two: 9.0}, [one, two])[two]
@@ -156,14 +155,13 @@ class Pace:
         return runs * ms / 1e3 > deadline - self.clock()
 
     def alike(self, case: Case) -> Case:
-        """The smallest known batch of this shape that takes so long that a CPU runs larger ones,
-        such as ``case``, with the same kernel; ``case`` if there is none."""
+        """The smallest known batch of this shape that is so long that a CPU runs larger ones, such
+        as ``case``, alike; ``case`` if there is none."""
         return next((c for c in _smaller(case) if self.known.get(c, 0.0) >= _LONG_MS), case)
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Single matrices before larger batches, each by the time of all matrices of its shape,
-        longest first. Where nothing is known the smallest case comes before all others, to learn
-        how fast the device is."""
+        longest first; the smallest before all others where nothing is known of the device."""
         ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
         if ordered and not self.known:
@@ -185,12 +183,11 @@ def median_times(
     """The median milliseconds of each run, in their order, of which none begins that is not
     expected to end before the ``deadline``; inf for an optional kernel that raises.
 
-    Everything is run once before anything is run again, up to `PASSES` times. So each run finds
-    caches and memory as in a training step, where no batch follows itself, and a slow second of the
-    machine spoils one number of each run instead of all numbers of one. The first pass warms up: it
-    counts only for runs that are repeated no more than once, where the smaller number does. After
-    ``enough_ms`` of running that is enough. In a race what is clearly slower is not run again.
-    """
+    Everything is run once before anything is run again, up to `PASSES` times, so that no batch
+    follows itself, as in training, and a slow second spoils one number of each run. The first pass
+    warms up: it counts only for runs that are repeated no more than once, where the smaller number
+    does. After ``enough_ms`` of running that is enough. In a race what is clearly slower is not run
+    again."""
     times: dict[Run, list[float]] = defaultdict(list)
     medians: dict[Run, float] = {}
     todo, done, spent_ms = list(runs), 0, 0.0
@@ -229,8 +226,8 @@ def first_turns(device: torch.device) -> int:
 
 
 def _attempted(kernel: str, work: Callable[[str], float]) -> float:
-    """What ``work`` finds of a kernel; inf for an optional one that raises, with a warning, unless
-    a tile needs more memory than the device has: tiles are tried to learn that."""
+    """What ``work`` finds of a kernel; inf for an optional one that raises, with a warning unless a
+    tile is too large for the device."""
     try:
         return work(kernel)
     except Exception as failure:
@@ -252,9 +249,8 @@ def _suffice(times: Sequence[float], is_long: bool) -> bool:
 
 @dataclass(eq=False, repr=False)
 class OwnerTimer:
-    """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings and, as in
-    an optimizer, one workspace. ``momentum``: momentum, normalization and Newton-Schulz, else the
-    last alone on normalized matrices. ``sharing`` processes share memory."""
+    """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings and one
+    workspace. ``momentum``: as in `CostTable`. ``sharing`` processes share memory."""
 
     device: torch.device
     ns_dtype: torch.dtype
@@ -301,9 +297,8 @@ class OwnerTimer:
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved, on an accelerator after it was
-        compiled and captured, on a CPU of the thread itself: where processes outnumber processors a
-        short run is interrupted, or is not. OutOfMemoryError where there is not enough."""
+        """Milliseconds of one update of a batch that is reserved, once compiled and captured; on a
+        CPU those of the thread itself, which others may interrupt. Raises OutOfMemoryError."""
         is_first = (case, kernel) not in self._warm
         turns = first_turns(self.device) if is_first else 1
         self._warm.add((case, kernel))
@@ -391,9 +386,9 @@ def gate_errors(
     *,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[KernelChoice, float]:
-    """Relative Frobenius error of each choice on Gaussian matrices (two of a batch, so that a
-    kernel that confuses them is found), against the standard form in float32 or wider; inf for a
-    nan, and for an optional kernel that raises. Ends early when ``is_over``."""
+    """Relative Frobenius error of each choice on Gaussian matrices (two of a batch, which a kernel
+    may confuse), against the standard form in float32 or wider; inf for a nan, and for an optional
+    kernel that raises. Ends early when ``is_over``."""
     dtype: torch.dtype = getattr(torch, choices[0].dtype)
     wide = torch.promote_types(dtype, torch.float32)
     generator = devices.of(device).generator(0)
@@ -497,9 +492,9 @@ def compile_ahead(
     device: torch.device,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compile the Triton kernels of all cases, as many at once as there are processors, because
-    each takes a second or more. What raises here raises again in `gate_errors`. Compiled code
-    depends only on whether tiles divide a size, so small matrices are enough."""
+    """Compile the Triton kernels of all cases, a second or more each, on all processors at once.
+    What raises here raises again in `gate_errors`. Compiled code depends only on whether tiles
+    divide a size, so small matrices are enough."""
 
     def compile_one(run: tuple[Case, KernelChoice]) -> None:
         if not is_over():
@@ -527,7 +522,8 @@ def compile_ahead(
 
 class _Session:
     """All ranks that measure together. ``sharing`` processes share this machine. ``model``:
-    estimates for this hardware; ``old``: the cached table, or the model where there is none."""
+    estimates for this hardware; ``old``: the cached table, the model without one, or if ``fresh``.
+    """
 
     def __init__(
         self,
@@ -540,8 +536,7 @@ class _Session:
         keys: Iterable[ShapeKey],
         fresh: bool = False,
     ) -> None:
-        """A collective call: ranks agree on dtype, speeds (for matrices with these ``keys``) and
-        backends. ``fresh`` ignores the cache."""
+        """A collective call: ranks agree on dtype, speeds and backends for these ``keys``."""
         self.transport, self.budget_s = transport, options.profile_budget_s
         given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
         self._folder = None if given is None else os.fspath(given)
@@ -577,8 +572,7 @@ class _Session:
         caches = [rank[:4] for rank in ranks]
         self._leads = caches.index(caches[transport.rank]) == transport.rank
         self.progress = ProgressLine(shown=transport.rank == 0)
-        cached: CostTable | None = None
-        self._problem: str | None = None
+        cached, self._problem = None, None
         if self._folder is not None and not fresh:
             cached, self._problem = costs.read_cache(self._folder, self._key)
         self.old = cached or self.model
@@ -595,8 +589,7 @@ class _Session:
         if self.transport.rank == 0:
             (first, why), found = lacking[0], f"{len(lacking)} of {len(reasons)} ranks"
             message = f"dmuon: the kernel backend 'triton' is not available on {found}, so all do "
-            message += f"without; on rank {first}: {why}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{message}without; on rank {first}: {why}", RuntimeWarning, stacklevel=4)
         return replace(kernels, backend="torch")
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
@@ -613,8 +606,7 @@ class _Session:
         title: str,
     ) -> dict[Case, float]:
         """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
-        the kernel fails: what is ``cached`` on all ranks, and what all measure at once, in about
-        the time that the options give."""
+        it fails: what is ``cached`` on all ranks, and what all measure at once."""
         by_rank = self.exchanged(lambda: dict(cached))
         lacking = [case for case in names if any(case not in times for times in by_rank)]
 
@@ -672,13 +664,12 @@ def measured_costs(
 ) -> CostTable:
     """The slowest rank's costs of batches of these (rows, cols, dtype), and the kernels to run.
 
-    A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
-    (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
-    ``options.profile_budget_s`` seconds at most. Nothing is measured that is cached, unless
-    ``fresh``. ``momentum`` is that of `CostTable`. ``timer`` makes the timers. ``batch_bytes``: the
-    largest size of a batch of several matrices, in the Newton-Schulz dtype. What measuring raises
-    here is raised here, ConsensusError on the other ranks.
-    """
+    A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels (at
+    most ``kernels.tune_budget_s`` seconds), then all measure what is not cached, or all if
+    ``fresh``, for about ``options.profile_budget_s`` seconds. ``momentum`` is that of `CostTable`,
+    ``timer`` makes the timers, ``batch_bytes`` is the largest size of a batch of several matrices,
+    in the Newton-Schulz dtype. What measuring raises here is raised here, ConsensusError on the
+    other ranks."""
     keys = list(keys)
     session = _Session(transport, device, options, kernels, ns_dtype, momentum, keys, fresh)
     dtype, old, kernels, speeds = session.ns_dtype, session.old, session.kernels, session.speeds
@@ -704,14 +695,14 @@ def measured_costs(
     }
     times = session.times(names, cached, make, session.model, "dmuon measures Newton-Schulz")
     # A kernel that failed on a rank has no time, and nobody runs it.
-    failed = {case for case, ms in times.items() if ms == math.inf}
-    names |= {case: rule[case] for case in failed}
-    entries = _by_row({case: ms for case, ms in times.items() if case not in failed})
-    table = replace(session.model, entries=entries, kernels=_by_row(names))
+    for case in [case for case, ms in times.items() if ms == math.inf]:
+        names[case] = rule[case]
+        del times[case]
+        tuned.pop(case, None)
+    table = replace(session.model, entries=_by_row(times), kernels=_by_row(names))
     devices.of(device).release_memory()
     # What the rule chose because time was short is not kept, so that it is chosen another time.
-    kept = {case: name for case, name in tuned.items() if case not in failed}
-    session.write(replace(table, kernels=_by_row(kept)))
+    session.write(replace(table, kernels=_by_row(tuned)))
     return table
 
 
@@ -731,8 +722,8 @@ def measured_slices(
     batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
     """``table`` with the costs of co-owners for slices of matrices with these keys: products, and
-    exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no such set),
-    which are timed in each job. A collective call as `measured_costs`."""
+    exchanges, never cached, in each of ``groups`` by the number of co-owners (None: this rank is in
+    no such set). A collective call as `measured_costs`."""
     keys = list(keys)
     session = _Session(transport, device, options, kernels, ns_dtype, table.momentum, keys)
     dtype, old = session.ns_dtype, session.old
@@ -783,8 +774,7 @@ _ALWAYS = 3  # of them; larger ones where such are used, and as long as the budg
 def _links(
     session: _Session, groups: Mapping[int, Transport | None], device: torch.device, most: int
 ) -> dict[int, Link]:
-    """The speed of exchanges in the slowest group, by the number of co-owners; ``most`` bytes are
-    what a rank sends in one."""
+    """The speed of exchanges of up to ``most`` bytes in the slowest group, by co-owners."""
     found: dict[int, list[float]] = defaultdict(list)
     sizes, left_ms = list[int](), 1e3 * _EXCHANGE_SHARE * session.budget_s
     for number, nbytes in enumerate(_EXCHANGED):
@@ -848,8 +838,8 @@ def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> di
 
 
 class ProgressLine:
-    """Says on standard error what is measured, on one rank and once it has taken two seconds: in a
-    terminal the case, in a line that leaves nothing behind; elsewhere once."""
+    """Says on standard error what is measured, once that has taken two seconds: in a terminal the
+    case, in a line that leaves nothing behind; elsewhere once."""
 
     def __init__(self, *, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -20,10 +20,8 @@ class DmuonPlugin(BasePlugin):  # type: ignore[misc]
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if trainer.optimizer_cls_and_kwargs is not None:
-            raise ValueError(
-                f"two optimizers: dmuon's plugin, and optimizer: {cfg.optimizer}. "
-                "Leave one of them out of the config"
-            )
+            what = f"two optimizers: dmuon's plugin, and optimizer: {cfg.optimizer}"
+            raise ValueError(f"{what}. Leave one of them out of the config")
         own = {
             "lr": trainer.args.learning_rate,
             "betas": (cfg.adam_beta1 or 0.9, cfg.adam_beta2 or 0.95),

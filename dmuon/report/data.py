@@ -48,8 +48,8 @@ class RankLoad:
 class ShapeUse:
     """All matrices of one shape: (size, number) of their batches, largest first, and their cost.
 
-    ``single_ms`` is the price of one matrix alone, None where the plan has no prices; ``origins``
-    are those of the prices of these batches."""
+    ``single_ms`` is the price of one matrix alone, None where the plan has none; ``origins`` are
+    those of the prices of these batches."""
 
     rows: int
     cols: int
@@ -82,8 +82,7 @@ class SharedShape:
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
     """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``floor``: no plan is
-    faster than the owner of one matrix of the costliest shape. ``movable``: some matrix of this
-    rank could have another owner."""
+    faster. ``movable``: some matrix of this rank could have another owner."""
 
     rank: int
     ms: float
@@ -99,14 +98,13 @@ class Bottleneck:
 class MeasuredBalance:
     """Measured milliseconds per step against predicted ones, by rank.
 
-    ``loads_ms`` are measured momentum and Newton-Schulz with the fixed load of the plan; the
-    ``ratios`` of measured to predicted, and ``ratio`` of all ranks together, are without it, and
-    None where nothing was predicted.
+    ``loads_ms`` are measured, with the fixed load of the plan; the ``ratios`` of measured to
+    predicted, and ``ratio`` of all ranks together, are without it; None where none was predicted.
 
-    Ranks that execute the same batches have the same cost, so no new plan mends a difference
-    between them: ``straggles_ms`` is how much longer the busiest takes than their mean. ``best_ms``
-    is a limit for any new plan: the even share of the measured work, or the costliest matrix or the
-    plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan."""
+    No new plan mends a difference between ranks that execute the same batches: ``straggles_ms`` is
+    how much longer the busiest takes than their mean. ``best_ms`` is a limit for any new plan: the
+    even share of the measured work, or the costliest matrix or the plan's lower bound at the
+    measured speed. ``replan``: ``saving_ms`` is worth a new plan."""
 
     loads_ms: tuple[float, ...]
     ratios: tuple[float | None, ...]
@@ -124,10 +122,8 @@ class MeasuredBalance:
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
-    training steps.
-
-    As far as they are known: the ``model``'s name, the ``source`` of its sizes, the bytes of the
-    fullest rank by purpose (``memory``), and the optimizer's param ``groups``: (number, algorithm,
+    training steps. Where known: the ``model``'s name, the ``source`` of its sizes, bytes of the
+    fullest rank by purpose (``memory``), the optimizer's param ``groups``: (number, algorithm,
     learning rate, weight decay). ``sharing`` is how its reader asks for co-owners."""
 
     plan: OwnershipPlan
@@ -184,7 +180,7 @@ class LoadBalanceReport:
         for key, batches in by_key.items():
             sizes, price = Counter(len(b.matrices) for b in batches), prices.get(key)
             by_size = tuple(sorted(sizes.items(), reverse=True))
-            count = sum(len(b.matrices) for b in batches)
+            count = sum(size * n for size, n in by_size)
             total = sum(b.ms * len(b.ranks) for b in batches)
             origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
             single, origin = price.ms[0] if price else None, tuple(sorted(origins))
@@ -223,8 +219,7 @@ class LoadBalanceReport:
         batches = [b for b in plan.batches if rank in b.ranks]
         batch = max(batches, key=lambda b: b.ms)
         rows, cols, _ = _key_of(plan, batch)
-        # One matrix is the floor if its owner has no other, or if ranks are idle. Where not every
-        # rank may own everything, some may be idle while others have much to do.
+        # One matrix is the floor if its owner has no other, or if ranks are idle that may own all.
         alone = max(_least_ms(plan).values()) + min(plan.limits.fixed_ms, default=0.0)
         scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.domain_of
         return Bottleneck(
@@ -245,10 +240,9 @@ class LoadBalanceReport:
 
     @cached_property
     def contention(self) -> dict[str, Contention] | None:
-        """How the owners of consecutive matrices share nodes and columns: "plan", and "row_major"
-        as if the ranks took turns in order; None on a single node."""
+        """How the owners of consecutive matrices that travel share nodes and columns: "plan", and
+        "row_major" as if the ranks took turns in order; None on a single node."""
         plan, topology = self.plan, self.plan.topology
-        # Those that travel, in about the order in which they do.
         order = launch_order([matrix.name for matrix in plan.specs.matrices])
         moving = [i for i in order if not plan.limits.is_forced(i)]
         if topology.nodes < 2 or not moving:
@@ -279,11 +273,8 @@ class LoadBalanceReport:
         return render.printed(self)
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page with pictures, whole or not at all.
-
-        Raises:
-            FileNotFoundError: the directory does not exist.
-        """
+        """Write one self-contained page with pictures, whole or not at all; FileNotFoundError where
+        the directory does not exist."""
         write_text(path, _page(self))
 
     def to_dict(self) -> dict[str, Any]:
@@ -337,11 +328,8 @@ class LoadBalanceReport:
 def build_report(
     plan: OwnershipPlan, measured: Sequence[float] | None = None, model: str = ""
 ) -> LoadBalanceReport:
-    """The report of a plan; ``measured`` are the milliseconds per step of each rank.
-
-    Raises:
-        ValueError: ``measured`` has not one time for each rank.
-    """
+    """The report of a plan; ``measured`` are the milliseconds per step of each rank, ValueError if
+    there is not one for each."""
     world = plan.topology.world
     if measured is not None and len(measured) != world:
         raise ValueError(f"measured holds {len(measured)} times for {world} ranks")
@@ -362,11 +350,10 @@ def title(plan: OwnershipPlan, model: str = "") -> list[str]:
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
     matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
     numel = render.quantity(sum(p.numel for p in everything))
+    ranks, nodes = count_text(topology.world, "rank"), count_text(topology.nodes, "node")
     return [
         f"{model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
-        f"mesh {mesh}{axes}: {count_text(topology.world, 'rank')} on "
-        f"{count_text(topology.nodes, 'node')} of {_device(plan)}, layout "
-        f"{plan.layout.value}",
+        f"mesh {mesh}{axes}: {ranks} on {nodes} of {_device(plan)}, layout {plan.layout.value}",
     ]
 
 
@@ -385,15 +372,14 @@ def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
 
 def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
     """(kernel, batches, matrices), that with most batches first; "" is the fixed rule."""
-    batches = Counter(batch.kernel for batch in plan.batches)
-    matrices = Counter(batch.kernel for batch in plan.batches for _ in batch.matrices)
-    kernels = sorted(batches, key=lambda kernel: (-batches[kernel], kernel))
-    return [(kernel, batches[kernel], matrices[kernel]) for kernel in kernels]
+    sizes = grouped((batch.kernel, len(batch.matrices)) for batch in plan.batches)
+    uses = [(kernel, len(found), sum(found)) for kernel, found in sizes.items()]
+    return sorted(uses, key=lambda use: (-use[1], use[0]))
 
 
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
     """The least time that an owner needs for a matrix of each shape."""
-    # Without prices: a batch is rarely cheaper alone than its share in a larger one.
+    # Without prices its share in a batch: alone it is rarely cheaper.
     shares = [(b.ms / len(b.matrices), _key_of(plan, b)) for b in plan.batches]
     least = {key: share for share, key in sorted(shares, reverse=True)}
     return least | {row.key: min(row.ms) for row in plan.prices if row.key in least}
@@ -443,8 +429,7 @@ def _measured_floor(
     plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
 ) -> float:
     """A bound for every plan at the measured speed: the costliest matrix, and the plan's own lower
-    bound, because if every batch takes at least ``slowest`` times its prediction, so does every
-    plan."""
+    bound times that of the batch that beats its prediction by most."""
     speed: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         key, p, m = _key_of(plan, batch), predicted[batch.owner], measured[batch.owner]
@@ -466,8 +451,12 @@ def _named(name: str) -> str:
 def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     """About the plan, most important first; empty ones are left out."""
     plan, idle, text, percent = report.plan, report.idle, report.ms_text, render.percent
-    if plan.topology.world == 1:
-        return _facts_of_one(report)
+    measured = report.measured
+    of_model = {"memory": _memory_text(report), "parameters": _parameters_text(report)}
+    if plan.topology.world == 1:  # nothing to balance, and nothing to prove
+        found = f", measured {text(measured.makespan_ms)} ms" if measured else ""
+        work = f"{text(report.makespan_ms)} ms a step, all on this process{found}"
+        return [("work", work), *of_model.items()]
     certificate = report.certificate
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
     if plan.has_co_owners:
@@ -498,26 +487,14 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
         "traffic": _traffic_text(report),
-        "memory": _memory_text(report),
-        "parameters": _parameters_text(report),
+        **of_model,
     }
-    if measured := report.measured:
+    if measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
         makespan = f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}"
         facts["measured"] = f"{makespan}, imbalance {percent(measured.imbalance)}{ratio}"
         facts["verdict"] = _verdict(report, measured)
     return [(label, sentence) for label, sentence in facts.items() if sentence]
-
-
-def _facts_of_one(report: LoadBalanceReport) -> list[render.Fact]:
-    """One process owns everything: there is nothing to balance, and nothing to prove."""
-    measured = report.measured
-    found = f", measured {report.ms_text(measured.makespan_ms)} ms" if measured else ""
-    return [
-        ("work", f"{report.ms_text(report.makespan_ms)} ms a step, all on this process{found}"),
-        ("memory", _memory_text(report)),
-        ("parameters", _parameters_text(report)),
-    ]
 
 
 def _traffic_text(report: LoadBalanceReport) -> str:
@@ -647,15 +624,16 @@ def _memory_text(report: LoadBalanceReport) -> str:
 def _parameters_text(report: LoadBalanceReport) -> str:
     everything = report.plan.specs.parameters + report.plan.specs.frozen
     sizes = {a: [p.numel for p in everything if p.algorithm is a] for a in Algorithm}
-    told = "; ".join(
+    told = [
         f"{algorithm.value} {count_text(len(found), 'parameter')} of {sum(found):,} elements"
         for algorithm, found in sizes.items()
         if found
-    )
-    return told + "".join(
-        f"; group {number} by {algorithm}: lr {lr:g}, weight decay {decay:g}"
+    ]
+    told += (
+        f"group {number} by {algorithm}: lr {lr:g}, weight decay {decay:g}"
         for number, algorithm, lr, decay in report.groups
     )
+    return "; ".join(told)
 
 
 def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
@@ -663,15 +641,15 @@ def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
     saving, makespan = report.ms_text(measured.saving_ms), report.ms_text(measured.makespan_ms)
     text = f"the plan fits: a new one could save {saving} of {makespan} ms at most"
     if measured.replan:
-        text = (
-            f"re-planning would pay: it could save up to {saving} of {makespan} ms "
-            f"({measured.saving_ms / measured.makespan_ms:.0%}). How: {_REPLAN_HOW}"
-        )
+        share = measured.saving_ms / measured.makespan_ms
+        text = f"re-planning would pay: it could save up to {saving} of {makespan} ms ({share:.0%})"
+        text += f". How: {_REPLAN_HOW}"
     if _matters(measured.straggles_ms, measured.makespan_ms):
+        late = report.ms_text(measured.straggles_ms)
         text += (
-            f". Rank {measured.busiest} takes {report.ms_text(measured.straggles_ms)} ms more than "
-            "the mean of the ranks that do the same work: see what slows that rank down"
+            f". Rank {measured.busiest} takes {late} ms more than the mean of the ranks that do "
         )
+        text += "the same work: see what slows that rank down"
     return text
 
 
@@ -724,8 +702,8 @@ def _shape_table(report: LoadBalanceReport) -> render.Table:
         alone = "" if s.single_ms is None else text(s.single_ms)
         cells = [f"{s.rows} x {s.cols}", s.dtype, str(s.count), sizes]
         rows.append([*cells, text(s.each_ms), text(s.total_ms), alone, ", ".join(s.origins)])
-    numbers = ["batch sizes", "ms each", "ms in all", "ms alone", "prices"]
-    headings = ["shape", "dtype", "matrices", *numbers]
+    headings = ["shape", "dtype", "matrices", "batch sizes"]
+    headings += ["ms each", "ms in all", "ms alone", "prices"]
     kinds = {(s.dtype, s.origins) for s in report.shapes}
     same = [i for i, of in zip((1, 7), zip(*kinds)) if len({*of}) == 1]  # told once, above
     told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i])
@@ -782,14 +760,12 @@ def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
     some = -(-len(slots) // (render.MOST_SHOWN // 2))  # nodes in a row
     rows = []
     for first in range(0, len(slots), some):
-        last = min(first + some, len(slots)) - 1
-        name = f"{first}-{last}" if last > first else f"node {first}"
-        rows.append((name, [loads[r] for ranks in slots[first : last + 1] for r in ranks]))
+        together = slots[first : first + some]
+        name = f"{first}-{first + len(together) - 1}" if len(together) > 1 else f"node {first}"
+        rows.append((name, [loads[r] for ranks in together for r in ranks]))
     nodes = f"{some} nodes" if some > 1 else "a node"
-    caption = (
-        f"Predicted loads of the ranks; a row is {nodes}. The stronger the colour, the more of "
-        "them have this load; beside it the largest."
-    )
+    caption = f"Predicted loads of the ranks; a row is {nodes}. The stronger the colour, the more "
+    caption += "of them have this load; beside it the largest."
     caption += f" {len(report.idle)} of all {len(loads)} own nothing." if report.idle else ""
     return "Load by node", render.spread_picture(rows, report.ms_text), caption
 
@@ -798,12 +774,12 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms
-    ranks, steps = report.ranks, render.MOST_SHOWN // 2 - 1
+    ranks = report.ranks
     many = len(ranks) > render.MOST_SHOWN
     if many:
         by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
-        steps = min(steps, len(by_load) - 1)
-        ranks = tuple(by_load[i * (len(by_load) - 1) // max(steps, 1)] for i in range(steps + 1))
+        last, steps = len(by_load) - 1, min(render.MOST_SHOWN // 2, len(by_load)) - 1
+        ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
     bars = []
@@ -813,12 +789,11 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
             found = measured.loads_ms[r.rank]
             stroke = found / speed
             told += f", measured {text(found)} ms"
-        busy = bool(r.ms or r.matrices)
-        beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if busy else "idle"
-        bars.append((f"rank {r.rank}", told, r.ms if busy else None, stroke, beside))
-    what = "lower bound" if report.lower_bound_ms else "mean"
-    caption = f"Predicted load, and by how much it differs from the {what} of {text(zero)} ms, the "
-    caption += "vertical line."
+        is_busy = bool(r.ms or r.matrices)
+        beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if is_busy else "idle"
+        bars.append((f"rank {r.rank}", told, r.ms if is_busy else None, stroke, beside))
+    what = f"{'lower bound' if report.lower_bound_ms else 'mean'} of {text(zero)} ms"
+    caption = f"Predicted load, and by how much it differs from the {what}, the vertical line."
     if many:
         caption += f" {len(bars)} of {len(report.ranks):,} ranks, from the busiest to the idlest."
         caption += " Idle ones are left out." if report.idle else ""

@@ -1,8 +1,7 @@
 """Plain values as text: numbers and folded names, facts and tables in a terminal or on a page.
 
-A page is self-contained: no script, no font, no network. Its pictures are inline SVG in which
-horizontal places are percentages and everything else is pixels, so that text has one size on a
-phone and on a wide screen. Nothing here knows of plans; `data` says what there is to show.
+A page has no script, font or network. In its pictures, inline SVG, horizontal places are
+percentages and all else is pixels, so that text has one size on a phone and on a wide screen.
 """
 
 from __future__ import annotations
@@ -207,11 +206,9 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# The name and title of a rank; its milliseconds, None if it is idle; those that were measured,
-# drawn as a short stroke; and what is written beside it.
+# Of a rank: its name and title; its milliseconds, None if idle; where a stroke is drawn; a remark.
 Bar = tuple[str, str, float | None, float | None, str]
-# The name of some ranks, and their milliseconds.
-Loads = tuple[str, Sequence[float]]
+Loads = tuple[str, Sequence[float]]  # the name of some ranks, and their milliseconds
 
 
 def _axis(top: float, y: float) -> list[str]:
@@ -227,8 +224,7 @@ def _axis(top: float, y: float) -> list[str]:
 
 
 def loads_picture(bars: Sequence[Bar], bound: float) -> str:
-    """The bars below each other, from 0 on; the bound is a vertical line, beyond which they have
-    another colour."""
+    """Bars from 0 on; the bound is a vertical line, beyond which they have another colour."""
     top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
     height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
     parts = _axis(top, height)
@@ -249,8 +245,8 @@ def loads_picture(bars: Sequence[Bar], bound: float) -> str:
 
 
 def spread_picture(rows: Sequence[Loads], number: Callable[[float], str]) -> str:
-    """How the loads of the ranks of each row are spread: the stronger the colour of a place on the
-    scale, the more of them are there; beside it the largest."""
+    """How the loads of each row are spread: the stronger the colour of a place on the scale, the
+    more of them are there; beside it the largest."""
     top = max(max(loads) for _, loads in rows) or 1.0
     height, wide = len(rows) * _ROW, (_RIGHT - _LEFT) / _BINS
     parts = _axis(top, height)
@@ -279,16 +275,14 @@ def mesh_picture(
             share = loads_ms[rank] / high if high else 0.0
             x = _NODE + column % _LINE * pitch
             y = node * row_height + column // _LINE * _SQUARE
-            parts += [
-                f"<g><title>rank {rank}: {number(loads_ms[rank])} ms</title>",
-                _rect(x, y, pitch * 0.94, _SQUARE - 2, _heat(share)),
-                _text(x + pitch * 0.47, y + 19, str(rank), "on" if share > 0.5 else "", "middle"),
-                "</g>",
-            ]  # fmt: skip
+            css = "on" if share > 0.5 else ""
+            slot = _rect(x, y, pitch * 0.94, _SQUARE - 2, _heat(share))
+            slot += _text(x + pitch * 0.47, y + 19, str(rank), css, "middle")
+            told = f"rank {rank}: {number(loads_ms[rank])} ms"
+            parts.append(f"<g><title>{told}</title>{slot}</g>")
     y = len(slots) * row_height + 6
-    for step in range(11):  # the legend
-        at = _NODE + step * (100 - _NODE) / 11
-        parts.append(_rect(at, y, (100 - _NODE) / 11, 8, _heat(step / 10)))
+    width = (100 - _NODE) / 11
+    parts += (_rect(_NODE + i * width, y, width, 8, _heat(i / 10)) for i in range(11))  # the legend
     parts.append(_text(_NODE, y + 22, "0 ms", "dim"))
     parts.append(_text(100, y + 22, f"{number(high)} ms", "dim", "end"))
     return _picture(y + 28, "load of each slot of the mesh", parts)
@@ -335,15 +329,14 @@ def page(
         parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")
     listed = "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(v)}</dd>" for k, v in facts)
     parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
-    parts += map(_table, tables)
+    body = "\n".join([*parts, *map(_table, tables)])
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title.splitlines()[0])}</title><style>\n{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+        f"<title>{_escape(title.splitlines()[0])}</title><style>\n{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
     )
 
 

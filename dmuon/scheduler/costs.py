@@ -64,13 +64,11 @@ Overhead = Annotated[float, (0, 1e9)]
 class AnalyticDevice:
     """A device class: ``flops`` that dense products in the NS dtype reach, ``bandwidth`` in bytes
     per second, ``launch_s`` of one kernel, and ``half_batch_dim``, the matrix dim at which one
-    product reaches half of ``flops`` (small matrices underfill the device).
-
-    A rank sends ``link`` bytes per second inside its node, and ``network`` to other nodes, while as
-    many come. ``triangles``: symmetric products compute one triangle. ``fitted`` (a CPU): the
-    constants are fitted with the operations of the standard form and the bytes of X; else the
-    cheaper form counts, with each kind of product's operations or its bytes, whichever take longer.
-    """
+    product reaches half of ``flops``. A rank sends ``link`` bytes per second inside its node, and
+    ``network`` to other nodes, while as many come. ``triangles``: symmetric products compute one
+    triangle. ``fitted`` (a CPU): to the operations of the standard form and the bytes of X; else
+    the cheaper form counts, with each kind of product's operations or its bytes, whichever take
+    longer."""
 
     flops: Rate
     bandwidth: Rate
@@ -84,8 +82,7 @@ class AnalyticDevice:
     def standard_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
         """Milliseconds of the standard form on a batch, ``rows`` <= ``cols``."""
         half = 0.5 if self.triangles else 1.0
-        # Products with X: it is read three times and written. Squares: written, and read for the
-        # other square and for the product with X.
+        # X is read three times and written; a square written, and read twice for each product.
         wide = 2 * (1 + half) * steps * cols * rows**2, 4.0 * steps * rows * cols
         square = 2 * half * steps * rows**3, 5.0 * steps * rows**2
         return self._ms(batch, rows, (wide, square), 3 * steps)
@@ -102,9 +99,7 @@ class AnalyticDevice:
         self, batch: int, rows: int, products: tuple[tuple[float, float], ...], launches: int
     ) -> float:
         """``products``: (operations, elements of two bytes that move) with X, and of squares."""
-        # A product fills the device to work / (work + half): one small matrix leaves it idle,
-        # a batch of them does not.
-        work = batch * float(rows) ** 2
+        work = batch * float(rows) ** 2  # one small matrix leaves the device idle, a batch does not
         rate = self.flops * work / (work + self.half_batch_dim**2)
         times = [(operations / rate, 2 * moved / self.bandwidth) for operations, moved in products]
         (wide, x), (square, _) = times
@@ -131,9 +126,8 @@ class Link:
 
 
 # By name: what a driver's name of it matches, the special ones first; dense half-precision
-# TFLOP/s by the data sheet, the part of these that large products reach, HBM in TB/s, GB/s one way
-# to devices of the node, Gbit/s of the usual network card for each, `half_batch_dim`. A part of
-# 0.75 is assumed. `docs/costs.md` has the sources and how far the model is off.
+# TFLOP/s by the data sheet, the part of these that large products reach (0.75 is assumed), HBM in
+# TB/s, GB/s one way to devices of the node, Gbit/s of its usual network card, `half_batch_dim`.
 _Row = tuple[str, float, float, float, float, float, float]
 _GPUS: Mapping[str, _Row] = {
     "a100-40gb": ("a100-sxm4-40gb", 312, 0.683, 1.555, 300, 200, 1024),
@@ -196,7 +190,7 @@ def analytic_class(device_type: str, device_name: str = "") -> str:
 
 
 def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
-    """Its row or, where measured times scale the model, any: that of an H100."""
+    """Its row, or that of an H100 where there is none and measured times scale the model."""
     return device_of(device_name, device_type, 1) or ANALYTIC_DEVICES["h100"]
 
 
@@ -206,9 +200,8 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
     >>> nic_bandwidth("400Gb/gpu", 8), nic_bandwidth("3.2Tb/node", 8)
     (45000000000.0, 45000000000.0)
     """
-    match = re.fullmatch(
-        r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))", text.strip()
-    )
+    pattern = r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))"
+    match = re.fullmatch(pattern, text.strip())
     if match is None or not float(match[1]):
         raise PlanError(
             f"{text!r} is no network card: give its rate in bits, as 400Gb/gpu or 400Gb/node"
@@ -232,10 +225,8 @@ def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDev
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
-    """Floating point operations of the standard iteration.
-
-    Per step two products of ``m^2 n`` and one of ``m^3`` multiply-adds, with m <= n
-    (MuonBP, section 2: ``2K(2nm^2 + m^3)``).
+    """Floating point operations of the standard iteration: with m <= n, ``2K(2nm^2 + m^3)`` of K
+    steps (MuonBP, section 2).
 
     >>> newton_schulz_flops(2, 3, 1)
     64.0
@@ -276,22 +267,21 @@ def gram_products(steps: int) -> tuple[int, int]:
 class CostTable:
     """Costs in milliseconds: table entries, and estimates from them.
 
-    ``entries`` maps ``(rows, cols, dtype)`` to milliseconds by batch size. A shape costs the same
-    as its transpose, and the table keeps its wide form: of a shape given both ways the larger time
-    counts. A batch between two entries is interpolated linearly; beyond the largest each matrix
-    costs what it costs there. A shape without any entry is estimated by the ``device``'s analytic
-    model, times the median ratio of the entries to that model; with ``device`` None it has no
-    price. ``entry_origin`` says how the entries came about.
+    ``entries`` maps ``(rows, cols, dtype)`` to milliseconds by batch size. The table keeps the wide
+    form of a shape: of one given both ways the larger time counts. A batch between two entries is
+    interpolated linearly; beyond the largest each matrix costs what it costs there. A shape without
+    any entry is estimated by the ``device``'s analytic model, times the median ratio of the entries
+    to that model; with ``device`` None it has no price. ``entry_origin``: how entries came about.
 
     ``kernels`` names likewise the kernel that took the time of an entry, or would run a batch whose
-    time was not reached. ``momentum``: whether prices are of all that an owner does where it keeps
-    the momentum (momentum update, normalization, Newton-Schulz), or of Newton-Schulz alone.
+    time was not reached. ``momentum``: prices are of momentum update, normalization and
+    Newton-Schulz, as where an owner keeps the momentum; else of Newton-Schulz alone.
 
     For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
     of a co-owner's products, by batch size. With split they also share the products of short side x
     short side. ``links`` are the exchanges by the number of co-owners, ``ns_item`` the bytes of an
-    element that travels, ``sum_item`` those of a part of a sum. Times are of a machine on which all
-    ranks work; alone, an owner would be ``contention`` times as fast (processes that share cores).
+    element that travels, ``sum_item`` those of a part of a sum. Alone on its machine an owner would
+    be ``contention`` times as fast (processes that share cores).
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -371,11 +361,8 @@ class CostTable:
     @cached_property
     def _scale(self) -> float:
         """Median ratio of the entries to the analytic model."""
-        ratios = [
-            ms / self._modelled(key, batch)
-            for key, by_batch in self.entries.items()
-            for batch, ms in by_batch.items()
-        ]
+        every = [(key, batch, ms) for key, by in self.entries.items() for batch, ms in by.items()]
+        ratios = [ms / self._modelled(key, batch) for key, batch, ms in every]
         return statistics.median(ratios) if ratios else 1.0
 
     def _modelled(self, key: ShapeKey, batch: int) -> float:
@@ -411,11 +398,10 @@ class CostTable:
             return known[sizes[0]], "estimated"
         if at == len(sizes):
             return known[sizes[-1]] / sizes[-1] * batch, "estimated"
-        low, high = sizes[at - 1 : at + 1]
+        (low, first), (high, last) = ((size, known[size]) for size in sizes[at - 1 : at + 1])
         part = (batch - low) / (high - low)
-        ms = known[low] * (1 - part) + known[high] * part
-        ends = known[low], known[high]  # rounding may leave them
-        return min(max(ms, min(ends)), max(ends)), "interpolated"
+        ms = first * (1 - part) + last * part
+        return min(max(ms, min(first, last)), max(first, last)), "interpolated"  # despite rounding
 
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, across: bool
@@ -455,11 +441,9 @@ class CostTable:
         return kernel if kernel.startswith("gram") else ""
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
-        """The kernel of `batch_ms`; "" where none was named.
-
-        A batch size with neither an entry nor a kernel runs as the next larger one that has any,
-        beyond the largest as the largest: a kernel chosen for more work fills the device.
-        """
+        """The kernel of `batch_ms`; "" where none was named. A batch size with neither an entry nor
+        a kernel runs as the next larger one that has any, beyond the largest as the largest: a
+        kernel chosen for more work fills the device."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
         names = self.kernels.get(canonical_key(key), {})
@@ -489,12 +473,8 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
-        """The table that `to_json` wrote; fields that it does not know are ignored.
-
-        Raises:
-            PlanError: not a cost table, one of another version, or a wrong entry; the message
-                begins with ``where``.
-        """
+        """The table that `to_json` wrote; fields that it does not know are ignored. PlanError, with
+        ``where``, if it is no cost table, of another version, or has a wrong entry."""
         try:
             data = parse(text, _MOST_CHARACTERS)
             form = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -510,8 +490,8 @@ class CostTable:
         try:
             return cls(**_fields_of(data))
         except ValueError as error:
-            message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
-            raise PlanError(message) from error
+            what = f"{where} is damaged ({cut(str(error))})"
+            raise PlanError(f"{what}: write it again with {_HOW}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
@@ -666,8 +646,8 @@ def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, A
 
 
 # ---- the cache ---------------------------------------------------------------------------
-# One file per device and version, shared by all processes of a user: a cost table with its key and
-# a digest. Nothing that goes wrong here stops training: functions return the problem in words.
+# One file per key: a cost table with its key and a digest. Nothing that goes wrong here stops
+# training: functions return the problem in words.
 
 
 @dataclass(frozen=True, slots=True)
@@ -688,15 +668,13 @@ class CacheKey:
         'H200-torch2.13.0-float16-0a38fb6d95.json'
         """
         readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
-        digest = sha256(asdict(self))[:10]
-        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", readable).strip("-")
+        return f"{readable}-{sha256(asdict(self))[:10]}.json"
 
 
 def cache_directory() -> Path | None:
-    """``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory.
-
-    https://specifications.freedesktop.org/basedir-spec/latest/ (a relative path does not count).
-    """
+    """``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory. As in
+    https://specifications.freedesktop.org/basedir-spec/latest/ a relative path does not count."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser(os.path.join("~", ".cache"))
@@ -725,10 +703,8 @@ def read_cache(
 
 
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
-    """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
-
-    Of two processes that write at the same moment the later one counts; the other measures again.
-    """
+    """Merge ``table`` into the file of ``key``, over what it has; a problem, or None. Of two
+    processes that write at the same moment the later one counts; the other measures again."""
     path = Path(directory, key.file_name())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,6 @@ _LINEARS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 # Modules whose type says what their weights are; of others the names decide.
 _KNOWN = (*_EMBEDDINGS, *_NORMS, *_CONVOLUTIONS, *_TRANSPOSED, *_LINEARS)
 
-
 # Where neither a module nor a name says what a parameter is.
 THREE_WAYS = (
     "pass the model (dmuon.Muon(model)); or call own = dmuon.dedicate_params(model) first; or say "
@@ -110,18 +109,15 @@ class _Use:
         return form.stored(in_out=not isinstance(self.module, _KNOWN) and self._is_in_out())
 
     def _is_in_out(self) -> bool:
-        """True if the shapes in the module show that it stores its weights ``(in, out)``.
-
-        Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
-        fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
-        holds for all of its module: a square one is read as the others."""
+        """True if the shapes in the module show that it stores its weights ``(in, out)``, also
+        square ones: transformers' `Conv1D` says its outputs in ``nf``, a bias has their length, and
+        a fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs."""
         path, _, own = self.place.rpartition(".")
         if own == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
             return True
         beside, found = self.model.beside[path], set()
         for local, p in beside.items():
-            biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
-            bias = next((beside[name] for name in biases if name in beside), None)
+            bias = beside.get(local.removesuffix("weight") + "bias", beside.get(f"{local}_bias"))
             down = beside.get(local.replace("gate_up", "down"), p)
             if p.ndim < 2 or not _WEIGHT_NAME.fullmatch(local):
                 continue
@@ -369,20 +365,17 @@ def _sizes(
     setting: str, value: Any, total: int, unit: str
 ) -> tuple[tuple[int, ...], int, str | None]:
     """(Sizes of pieces that add up to ``total``, of every so manyth, what is wrong)."""
-    count = value if setting == "heads" else None
-    if is_interleaved := setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value))):
-        count = int(value.removeprefix("interleaved:"))
+    is_interleaved = setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value)))
     if is_interleaved or setting == "heads":
+        count = int(value.removeprefix("interleaved:")) if is_interleaved else value
         if not isinstance(count, int) or count < 1 or total % count:
             return (), 1, f"the number must be an integer >= 1 that divides the {total} {unit}"
         return (total // count,) * count, count if is_interleaved else 1, None
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(size, int) and size > 0 for size in value):
-        added = ""
-    elif sum(value) == total:
+    are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
+    if are_counts and sum(value) == total:
         return tuple(value), 1, None
-    else:
-        added = f", not to {sum(value)}"
+    added = f", not to {sum(value)}" if are_counts else ""
     wrong = f"positive counts that add up to the {total} {unit}{added}, or 'interleaved:2'"
     return (), 1, f"it must be a list of {wrong}"
 
@@ -390,11 +383,12 @@ def _sizes(
 def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
     """How the parameter's matrices are cut; fitting patterns go to ``used``."""
     found = [*_cuts(use, "splits", settings["splits"]), *_cuts(use, "heads", settings["heads"])]
-    used.update(pattern for pattern, _ in found)
+    patterns = [pattern for pattern, _ in found]
+    used.update(patterns)
     if len({cut for _, cut in found}) > 1:
         raise SelectionError(
             f"{use.name!r} matches several patterns of splits/heads that disagree: "
-            + ", ".join(repr(pattern) for pattern, _ in found)
+            + ", ".join(map(repr, patterns))
         )
     if found:
         return found[0][1]
@@ -474,9 +468,9 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter that an optimizer was given, by the name that it has there. The user's
-    ``algorithm`` wins over all reasons. ``model`` is the live model that holds it (None: names
-    decide), ``around`` the outermost module around that."""
+    """A parameter by the name that it has in an optimizer. The user's ``algorithm`` wins over all
+    reasons. ``model`` is the live one that holds it (None: names decide), ``around`` the outermost
+    module around that."""
 
     name: str
     parameter: Tensor
@@ -512,10 +506,7 @@ def collect(
     """Route every trainable parameter of a model, or of what an optimizer was given, to Muon or
     AdamW, with the reason; a parameter that comes twice once.
 
-    ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
-    output dim ("interleaved:2": two, of every other output each), or to the number of equal pieces.
-    A dict cuts another dim (``{"sizes": [4, 2], "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says
-    that a weight is stored (in, out) (``"transposed": True``). A convolution is flattened to
+    ``splits`` and ``heads`` are as docs/routing.md says. A convolution is flattened to
     ``(out, rest)``; any other parameter with more than two dims is a stack of matrices.
 
     ``routes``, of an earlier call, hold whatever the reasons say now; dtypes may be others by now.

@@ -1,9 +1,9 @@
 """The owner slots of a mesh, and which owner gets which matrix of a shape.
 
-A mesh of N nodes with G ranks each is a grid of slots: a row is a node, a column is the position
-on its node. The results of consecutive matrices travel at the same time, so their owners should
-share neither a node (its network cards) nor a column (the g-th GPU of every node: one rail of
-the network). The owner order therefore goes through the grid diagonally. N=4, G=8, in XOR order::
+A mesh of N nodes with G ranks each is a grid of slots. The results of consecutive matrices travel
+at the same time, so their owners should share neither a node (its network cards) nor a column (the
+g-th GPU of every node: one rail of the network): the owner order goes through the grid diagonally.
+N=4, G=8, in XOR order::
 
     column    0   1   2   3   4   5   6   7      position w sits in
     node 0    0   9  18  27   4  13  22  31          column  w mod G
@@ -11,11 +11,9 @@ the network). The owner order therefore goes through the grid diagonally. N=4, G
     node 2   16  25   2  11  20  29   6  15
     node 3   24  17  10   3  28  21  14   7
 
-Positions 0 to 7 lie in 8 columns and 4 nodes; row by row they would all lie on node 0.
-
-Once it is decided how many of each shape every owner takes, matrices of one shape are still alike,
-and so are many owners. `place` gives different owners to matrices that travel at the same time, in
-the steps that docs/placement.md explains. In these an owner is its position in the owner order.
+Once it is decided how many of each shape every owner takes, `place` gives different owners to
+matrices that travel at the same time, as docs/placement.md explains. There an owner is its position
+in the owner order.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ class Topology:
     ranks sit on one node, the last node may have fewer; or ``node_of`` gives the node of every
     rank, and ``ranks_per_node`` is the size of the largest node.
 
-    >>> Topology.flat(4).world
-    4
     >>> Topology(shape=(2, 4), axes=("replicate", "shard"), ranks_per_node=4).nodes
     2
     """
@@ -163,28 +159,22 @@ def holds_replicas(axis: str) -> bool:
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     """Every ``(node, column)`` of a grid once, in owner order.
 
-    With N nodes and G columns, both powers of two and ``G >= N``, in XOR order, for which see
-    above; all other grids use a rotation. docs/placement.md says what both promise, and why.
+    In XOR order (see above) where both are powers of two and ``columns >= nodes``; all other grids
+    use a rotation. docs/placement.md says what both promise, and why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
     """
+    every, period = range(nodes * columns), math.lcm(nodes, columns)
     powers_of_two = all(size & (size - 1) == 0 for size in (nodes, columns))
     if powers_of_two and columns >= nodes:
-        return [
-            ((w % nodes) ^ (w // columns), w % columns)  # the row number is less than N already
-            for w in range(nodes * columns)
-        ]
-    period = math.lcm(nodes, columns)
-    return [((w + w // period) % nodes, w % columns) for w in range(nodes * columns)]
+        return [((w % nodes) ^ (w // columns), w % columns) for w in every]
+    return [((w + w // period) % nodes, w % columns) for w in every]
 
 
 def local_world_size() -> int | None:
     """The number of ranks per node that ``torchrun`` tells its processes; None without torchrun.
-
-    Raises:
-        DmuonError: LOCAL_WORLD_SIZE is no positive integer.
-    """
+    DmuonError if it is no positive integer."""
     text = os.environ.get("LOCAL_WORLD_SIZE")
     if text is None:
         return None
@@ -208,10 +198,9 @@ def place(
 ) -> list[int]:
     """The owner of each matrix, given how many of each shape every owner takes.
 
-    ``shapes`` and ``layers`` ("" for none) are those of each matrix, in launch order; that a
-    layer's matrices have different owners is a goal, met best where they follow each other, not a
-    promise. ``counts``: for each rank, shape -> how many of it. They may be arranged in any way
-    inside a group of ``interchangeable`` ranks, which exchange them.
+    ``shapes`` and ``layers`` ("" for none) are those of each matrix, in launch order; a layer's
+    matrices have different owners where that is found. ``counts``: for each rank, shape -> how many
+    of it, which ``interchangeable`` ranks may exchange.
     """
     order = topology.owner_order()
     patterns = _share_out(counts, interchangeable, order)
@@ -234,8 +223,8 @@ def place(
 def _share_out(
     counts: Sequence[Mapping[int, int]], groups: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[_Pattern]:
-    """The patterns in the owner order: a group's go along it, most matrices first, so that like
-    patterns fill one stretch. In turn, they could put every second owner in half of the columns."""
+    """The patterns in the owner order: a group's go along it, most matrices first. In turn, they
+    could put every second owner in half of the columns."""
     shared = [tuple(sorted((shape, n) for shape, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
     for group in groups:
@@ -344,10 +333,8 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many of ``window`` consecutive matrices have owners on one node, or in one column.
-
-    Of each window counts the most crowded node or column; ``max`` and ``mean`` are over all
-    windows. Fewer is better; 1 means that no two ever meet."""
+    """How many of ``window`` consecutive matrices have owners on one node, or in one column: the
+    most crowded of each window, by ``max`` and ``mean`` of all windows; 1: no two ever meet."""
 
     window: int
     node_max: int
@@ -357,9 +344,8 @@ class Contention:
 
 
 def contention(owners: Sequence[int], topology: Topology) -> Contention:
-    """How the owners of consecutive matrices, in launch order, share nodes and columns.
-
-    As many matrices as there are columns are in flight; if there are fewer, all of them."""
+    """How the owners of consecutive matrices, in launch order, share nodes and columns: of as many
+    matrices as there are columns."""
     window = min(topology.columns, len(owners))
     slot = _slots(topology)
     node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
@@ -384,16 +370,11 @@ def _crowds(places: Sequence[int], window: int) -> list[int]:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter or matrix belongs to: its name up to the first number.
+    """The layer that a parameter or matrix, or a copy of one, belongs to: its name up to the first
+    number.
 
-    Copies of a matrix, which several parts of the mesh hold, belong to the same layer.
-
-    >>> layer_of("model.layers.12.mlp.experts.w1#5")
-    'model.layers.12'
-    >>> layer_of("model.scales.3 (copy 2 of 4)")
-    'model.scales.3'
-    >>> layer_of("lm_head.weight")
-    ''
+    >>> layer_of("model.scales.3 (copy 2 of 4)"), layer_of("lm_head.weight")
+    ('model.scales.3', '')
     """
     found = _LAYER.match(_COPY.sub("", name).partition("#")[0])
     return found[0] if found else ""

@@ -2,12 +2,10 @@
 
 Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. Of the
 step's own traffic the first gather and the last scatter show, and what takes longer than the
-Newton-Schulz that hides it. What travels in forward and backward is hidden behind the model, which
-is not known here. AdamW adds nothing to what a framework sends anyway, but what dmuon reduces for
-it in `reduce_to_owner` counts. Exchanges among co-owners are in the prices.
-
-FSDP2 is taken to cut dim 0 (of short stacks, dim 1). `holds_replicas` names the axes of replicas;
-in `dedicated` they are all but the last.
+Newton-Schulz that hides it; the rest is hidden behind the model. Of AdamW's gradients what dmuon
+reduces in `reduce_to_owner` counts. Exchanges among co-owners are in the prices. FSDP2 is taken to
+cut dim 0 (of short stacks, dim 1). `holds_replicas` names the axes of replicas; in `dedicated` they
+are all but the last.
 """
 
 from __future__ import annotations
@@ -68,8 +66,7 @@ class Traffic:
 
     @property
     def ms(self) -> float | None:
-        """What the step sends takes so long: the slowest rank. None, too, where all traffic is in
-        forward and backward."""
+        """Of what the step sends, by the slowest rank; None also where nothing is sent then."""
         of_step = [flow for flow in self.flows if flow.when == "step"]
         if self.device is None or (self.flows and not of_step):
             return None
@@ -96,10 +93,10 @@ def traffic(plan: OwnershipPlan) -> Traffic:
     item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
     topology = plan.topology
     device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
-    counts = Counter(rank for batch in plan.batches for rank in batch.ranks)
-    owned: Counter[int] = Counter()
+    counts, owned = Counter[int](), Counter[int]()  # batches and bytes of each rank
     for batch in plan.batches:
         nbytes = item * sum(plan.specs.matrices[i].numel for i in batch.matrices)
+        counts.update(batch.ranks)
         owned.update(dict.fromkeys(batch.ranks, nbytes // len(batch.ranks)))
     is_sharded = plan.layout is Layout.SHARDED
     size = ShardedOptions().bucket_bytes if is_sharded else ReplicatedOptions().publish_bucket_bytes

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -86,8 +86,7 @@ class Amp:
 class Skips:
     """What was skipped. ``finite``: nothing of the last step. ``count`` steps that all ranks know
     of, of which ``told`` were told of; ``late`` [BLOCKS]: not zero where this rank skipped parts of
-    a block step since the last full one, with ``flags`` of what was not finite; ``told_of_eps``:
-    once is enough."""
+    a block step since the last full one, with ``flags`` of what was not finite."""
 
     late: Tensor
     finite: bool | Tensor = True
@@ -128,8 +127,8 @@ class Record:
 
 @dataclass(eq=False)
 class LastStep:
-    """The count after the last step, and whether that was a full one; what was sent since the one
-    before, by purpose; ``records`` of a few, from when somebody asks."""
+    """The count after the last step, whether that was a full one, and what was sent since the one
+    before; ``records`` of a few, from when somebody asks."""
 
     steps: int = 0
     full: bool = True
@@ -252,10 +251,9 @@ class Engine(ABC):
     def _adamw_step(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], stays: Tensor | None
     ) -> None:
-        """Update parameters of a param group by the local parts of their gradients: in torch's
-        fused form, one call that reads nothing back, and leaves all as it is where ``stays`` (0-d,
-        float32) is not zero; or as torch does it on a CPU, bit for bit, in pieces that stay in its
-        caches."""
+        """Update parameters of a param group by local gradients: in torch's fused form, one call
+        that reads nothing back, and leaves all as it is where ``stays`` (0-d, float32) is not zero;
+        or on a CPU bit for bit as torch does it, in pieces that stay in its caches."""
         own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
         (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
         decay = group["weight_decay"] if decay is None else decay
@@ -263,10 +261,8 @@ class Engine(ABC):
         rows = []
         for p, grad in pairs:
             entry = self._optimizer.state[p]
-            weight, target, *kept = (
-                stored_tensor(t)
-                for t in (p, entry.get(MASTER, p), entry["exp_avg"], entry["exp_avg_sq"])
-            )
+            tensors = entry.get(MASTER, p), p, entry["exp_avg"], entry["exp_avg_sq"]
+            target, weight, *kept = map(stored_tensor, tensors)
             rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
         fused, stays = self._fuses_adamw, None if stays is None else stays.to(pairs[0][0].device)
         for some in [rows] if fused else _adamw_pieces(rows):
@@ -281,16 +277,13 @@ class Engine(ABC):
                 foreach=foreach, fused=fused, found_inf=stays,
             )  # fmt: skip
             both = zip(weights, targets, strict=True)
-            rounded = [(w, t) for w, t in both if w.dtype is not t.dtype]
-            if rounded:
+            if rounded := [(w, t) for w, t in both if w.dtype is not t.dtype]:
                 torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        """Bring gradients to where they belong, and weights to what was published.
-
-        ``refusal``: why this rank cannot take the step. It raises that in `launch`, once the other
-        ranks can know; they raise ConsensusError. Returns it, or what it found itself.
-        """
+        """Bring gradients to where they belong, and weights to what was published. Returns
+        ``refusal``, why this rank cannot take the step, or what it found itself; `launch` raises
+        it, once the other ranks can know."""
         self._message.raise_noted()
         self._tell()
         self._amp = amp
@@ -307,10 +300,8 @@ class Engine(ABC):
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
-        """Update the matrices, as far as that needs no waiting at the end.
-
-        ``refusal``: that of any engine, so that no other has stepped when one refuses.
-        """
+        """Update the matrices, as far as that needs no waiting at the end. ``refusal``: that of any
+        engine, so that no other has stepped when one refuses."""
 
     def update_others(self) -> None:  # noqa: B027
         """Update the parameters that are no matrices, where `launch` has not done so."""
@@ -352,18 +343,17 @@ class Engine(ABC):
         why = found.get(names[0]) if names else ""
         what = f"momentum is {why}" if why else "gradients are not finite"
         what = f"because {what}: {first_of(names) or 'their sum of squares'}"
-        late = ""
+        skipped, kept = [], "They are"
         if blocks:
             first, s = message.since + blocks[0], "s" * (len(blocks) > 1)
-            late = f"parts of {len(blocks)} block step{s} since step {first} were skipped"
+            skipped = [f"parts of {len(blocks)} block step{s} since step {first} were skipped"]
         if alone:
-            text = f"parts of a block step were skipped on rank {transport.rank}, {what}. They are"
+            skipped = [f"parts of a block step were skipped on rank {transport.rank}"]
         elif message.is_bad:
-            text = f"{late}{' and ' * bool(late)}a step was skipped on all ranks, {what}. "
-            text += "Weights and optimizer state are"
-        else:
-            text = f"{late}, {what}. They are"
-        text = f"dmuon: {text} as before it (skipped so far: {skips.told})"
+            skipped.append("a step was skipped on all ranks")
+            kept = "Weights and optimizer state are"
+        text = f"dmuon: {' and '.join(skipped)}, {what}. {kept} as before it"
+        text += f" (skipped so far: {skips.told})"
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
         if transport.rank == 0 or alone:
@@ -386,8 +376,7 @@ class Engine(ABC):
             )
 
     def _suspects(self) -> list[tuple[str, str]]:
-        """(name, what is wrong with its momentum, if that is to blame) of the first few that are
-        not finite on this rank."""
+        """(name, what is wrong with its momentum, if that is to blame) of a few not finite here."""
         kept, specs, found = self._momentum(), self._runtime.plan.specs, []
         flags = [self._message.found.not_finite, *self.skips.flags]
         self.skips.flags.clear()
@@ -438,7 +427,7 @@ class Engine(ABC):
 
     def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
         """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""
-        kept, found = [*self._kept.rows([matrix.parameter])], {}
+        kept, found = [*self._kept.rows(matrix.parameter)], {}
         shapes = {s.name: s.shape(*matrix.shape) for s in self._rules[self._group_of[i]].state}
         rows = self._spread(kept)[matrix.parameter]
         for k in kept:
@@ -451,13 +440,13 @@ class Engine(ABC):
         """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
         what else the verifier does then)."""
         samples, self.verifier.samples = self.verifier.samples, []
-        found = []
+        plan, found = self._runtime.plan, []
         for s in samples if self.skips.finite else ():
-            group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
+            group = self._group_of[plan.specs.matrices.index(s.matrix)]
             how = self._rules[group], self._groups[group], self._hypers[group]
             found += s.deviations(*how, self._settings.ns_dtype, self._kernels.options)
         if samples:
-            self.verifier.judge(found, self._runtime.plan, self._runtime.transport)
+            self.verifier.judge(found, plan, self._runtime.transport)
 
     # ---- reading and state ---------------------------------------------------------------
 
@@ -478,7 +467,7 @@ class Engine(ABC):
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes on this rank,
-        by purpose (docs/sharded.md); what is not kept is alive one at a time."""
+        by purpose; the table in docs/sharded.md explains them."""
         kernels = self._kernels
         own = {"newton_schulz": kernels.nbytes, "products": kernels.temporary_bytes}
         return self._runtime.nbytes | own
@@ -534,8 +523,8 @@ class Engine(ABC):
         return found
 
     def _collect(self, kept: Iterable[AtOwners], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Take over what `_spread` gave; where nothing was saved zeros, but masters stay. A
-        collective call."""
+        """Take over what `_spread` gave; a collective call. Where nothing was saved masters stay,
+        and all else is zero."""
         for k in kept:
             value = saved.get(self._runtime.parameters[k.parameter], {}).get(k.key)
             if value is not None:
@@ -551,11 +540,9 @@ class Engine(ABC):
         for p in parameters:
             entry = self._optimizer.state[p]
             if MASTER in entry:
-                master = local_tensor(entry[MASTER])
-                weight = local_tensor(p)
+                master, weight = local_tensor(entry[MASTER]), local_tensor(p)
                 if not rounds_to(master, weight):
-                    merged = distributed_as(p, merged_master(master, weight))
-                    found[p] = {**entry, MASTER: merged}
+                    found[p] = {**entry, MASTER: distributed_as(p, merged_master(master, weight))}
         return found
 
 
@@ -598,18 +585,18 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
     return sorted(grouped((unit.holds_transpose(k), n) for n, k in enumerate(where)).items())
 
 
-@dataclass(eq=False, repr=False)
 class KeptByRules:
     """What variants keep of each matrix, with its owner; nothing where all groups are plain. Where
     several groups of ranks hold copies of a parameter, each copy has its own owners."""
 
-    _rules: Sequence[Rule]
-    _group_of: Sequence[int]
-    _runtime: LayoutRuntime
-    ns_dtype: InitVar[torch.dtype]
-
-    def __post_init__(self, ns_dtype: torch.dtype) -> None:
-        rules, group_of, runtime = self._rules, self._group_of, self._runtime
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        group_of: Sequence[int],
+        runtime: LayoutRuntime,
+        ns_dtype: torch.dtype,
+    ) -> None:
+        self._rules, self._group_of, self._runtime = rules, group_of, runtime
         first = {group_of[i]: m for i, m in reversed([*enumerate(runtime.plan.specs.matrices)])}
         for g, matrix in sorted(first.items()):
             if not rules[g].is_plain:
@@ -654,9 +641,7 @@ class KeptByRules:
         for is_turned, at in orientations(unit, where):
             matrices = [unit.matrices[where[n]] for n in at]
             part = rows_of(update, at)
-            kept = {
-                spec.name: [self._tensors[spec.name][i] for i in matrices] for spec in rule.state
-            }
+            kept = {s.name: [self._tensors[s.name][i] for i in matrices] for s in rule.state}
             stacks = {name: torch.stack(each) for name, each in kept.items()}
             rule.accepted(part.mT if is_turned else part, stacks)
             if part is not update:
@@ -664,13 +649,15 @@ class KeptByRules:
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
-    def rows(self, parameters: Iterable[int] | None = None) -> Iterator[AtOwners]:
-        """What is kept of each parameter (None: of all) in one row, of its matrices in order."""
+    def rows(self, parameter: int | None = None) -> Iterator[AtOwners]:
+        """What is kept of a parameter (None: of each) in one row, of its matrices in order."""
         specs = self._runtime.plan.specs
-        for p in self._members if parameters is None else parameters:
-            members, shape = self._members.get(p, []), specs.parameters[p].shape
+        for p, members in self._members.items():
+            if parameter not in (None, p):
+                continue
+            shape = specs.parameters[p].shape
             copies = grouped((specs.matrices[i].box(shape), i) for i in members)
-            for spec in self._rules[self._group_of[members[0]]].state if members else ():
+            for spec in self._rules[self._group_of[members[0]]].state:
                 places, end = [], 0
                 for copy in copies.values():
                     start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
@@ -680,8 +667,7 @@ class KeptByRules:
 
 
 # ---- AdamW -------------------------------------------------------------------------------
-# By `torch.optim.AdamW`'s own functional form. It works element by element, so a distributed
-# parameter is updated where its shards lie.
+# By `torch.optim.AdamW`'s own functional form, element by element, where the shards lie.
 
 
 def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
@@ -709,8 +695,7 @@ def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> 
     if master_weights and p.dtype.itemsize < 4:
         entry[MASTER] = p.detach().float()
     target = entry.get(MASTER, p)
-    # As torch.optim.AdamW keeps it, whatever the default dtype: bfloat16 cannot count beyond 256.
-    # With the parameter, as the fused form wants it.
+    # As torch.optim.AdamW keeps it (bfloat16 cannot count beyond 256), where fused forms want it.
     entry["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     entry["exp_avg"] = torch.zeros_like(target.detach())
     entry["exp_avg_sq"] = torch.zeros_like(target.detach())
@@ -723,16 +708,15 @@ def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> 
 class StepTelemetry:
     """Newton-Schulz milliseconds of every rank of an ownership, at no cost to the step.
 
-    Each rank times its own work. At step counts fixed in advance all ranks exchange the median of
-    their recent steps in one small asynchronous all-reduce, so that `report` is no collective call
-    and any rank may ask alone::
+    Each rank times its own work, and at step counts fixed in advance all exchange the median of
+    their recent steps, so that any rank may ask for a `report` alone::
 
         step       1  2 | 3  4              ...        16        ...
                    warm-up   `-> exchange: [0 .. mine .. 0], summed over the ranks
                                     `-> waited for in the next step, when it has long arrived
 
-    ``watch`` times the current step; `begin_step` and `finish_step` enclose a step's work. Where a
-    rank's times are far from ``_planned_ms`` (None: not comparable), it warns once.
+    ``watch`` times the current step, between `begin_step` and `finish_step`. Where a rank's times
+    are far from ``_planned_ms`` (None: not comparable), it warns once.
     """
 
     _transport: Transport
@@ -754,10 +738,8 @@ class StepTelemetry:
         self._meter.waits = {}
 
     def finish_step(self) -> None:
-        """Note this step's time and, at the steps when all do, launch the exchange.
-
-        Every rank calls it once a step, at the same place among its collectives.
-        """
+        """Note this step's time and, at the steps when all do, launch the exchange: every rank
+        calls it at the same place among its collectives."""
         self._steps += 1
         self.wait()
         if self._steps > WARM_UP:
@@ -807,11 +789,8 @@ class StepTelemetry:
         self._known = vector if known is None else torch.where(vector.isnan(), known, vector)
 
     def measured_ms(self) -> tuple[float, ...] | None:
-        """Milliseconds per step of each rank, as of the last exchange.
-
-        None before there is a number of every rank, or when no rank had anything to do. No
-        collective call, but it waits for the exchange under way.
-        """
+        """Milliseconds per step of each rank, as of the last exchange; None before there is a
+        number of every rank, or when none had anything to do. Waits for the exchange under way."""
         self.wait()
         if self._known is None:
             return None

@@ -8,7 +8,6 @@ A full step, on every rank::
                 while the first buckets travel: the momentum, what lies here alone, AdamW
 
 Where every rank holds all matrices whole, the first Newton-Schulz runs while the verdict travels.
-
 A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by themselves, without
 any collective.
 
@@ -71,9 +70,8 @@ class _Arrivals:
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``shape`` is that of
-    whole matrices, ``numbers`` [b] say where their norms are, which co-owners need. Of one that is
-    made and applied here alone, ``parts`` are (first position, part). ``lr_ratio``: that of blocks
-    in a block step."""
+    whole matrices, ``numbers`` [b] say where their norms are, for co-owners. Of one that is applied
+    here alone, ``parts`` are (first position, part); ``lr_ratio``: of blocks in a block step."""
 
     unit: Unit
     index: Tensor
@@ -137,8 +135,7 @@ class ParamsEngine(Engine):
         )
         ns_dtype, every = self._settings.ns_dtype, range(len(runtime.plan.specs.matrices))
         dtypes = {ns_dtype, *(self._momentum_dtypes(i)[1] for i in every)}
-        self._are_raw = are_raw(dtypes, runtime.device)
-        # They leave from where they lie.
+        self._are_raw = are_raw(dtypes, runtime.device)  # and leave from where they lie
         memory = partial(self._reserve, ns_dtype) if self._are_raw else None
         runtime.bind(self._group_of, ns_dtype, hooks, memory)
         runtime.bound().copier = copier
@@ -274,8 +271,7 @@ class ParamsEngine(Engine):
         self._block_operands = self._operands_in(order)
         ratio = self._settings.block_lr_ratio
         for (group, is_whole, form, shape), equal in alike.items():
-            # A matrix that is whole here always takes full steps.
-            own = 1.0 if is_whole or ratio is None else ratio
+            own = 1.0 if is_whole or ratio is None else ratio  # whole ones always take full steps
             block = state.blocks[equal[0]]
             most = largest_batch(block.rows, block.cols, _BLOCK_BATCH, self._runtime.batch_numel)
             for start in range(0, len(equal), most):
@@ -340,7 +336,7 @@ class ParamsEngine(Engine):
             super().finish()
 
     def _refuse(self, refusal: Exception) -> None:
-        """Take part in a full step in which nothing changes, and which the other ranks know by."""
+        """Take part in a full step in which nothing changes, and which tells the other ranks."""
         runtime = self._runtime
         vector = self._message.refuse(self._late, is_new=isinstance(refusal, NewParameters))
         runtime.all_reduce(vector, "norms").wait()
@@ -358,15 +354,11 @@ class ParamsEngine(Engine):
         def fill(b: int) -> None:
             buckets[b].send.zero_()
 
-        runtime.bound().run(
-            fill,
-            lambda u, operand: operand.zero_(),
-            lambda b: None,
-            lambda: None,
-            share=lambda stacks: self._kernels.run_together(
-                self._slices(stacks), [torch.ones(len(x), device=x.device) for _, x in stacks]
-            ),
-        )
+        def share(stacks: list[tuple[int, Tensor]]) -> list[Tensor]:
+            ones = [torch.ones(len(x), device=x.device) for _, x in stacks]
+            return self._kernels.run_together(self._slices(stacks), ones)
+
+        runtime.bound().run(fill, lambda u, x: x.zero_(), lambda b: None, lambda: None, share=share)
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
@@ -405,9 +397,8 @@ class ParamsEngine(Engine):
             self._count_late(vector)
             return verdict
 
-        # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it. Not
-        # where a variant would note what is then called off, nor with co-owners: who waits for the
-        # verdict first must not be waited for in a sum.
+        # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it: but
+        # for variants, which would note what is called off, and co-owners, who wait for each other.
         is_ahead = runtime.bound().only_publishes and host_can_read(runtime.device) and all(here)
         is_ahead = is_ahead and not self._kept and not runtime.plan.has_co_owners
         verdict = Verdict(True) if is_ahead else agreed()
@@ -464,7 +455,6 @@ class ParamsEngine(Engine):
     ) -> list[Tensor]:
         """The updates of units that have co-owners, as slices."""
         owned = [self._owned[u] for u, _ in stacks]
-        # As they come from their holders.
         found = [self._message.norms_of(vector, stack.numbers) for stack in owned]
         eps = [self._hypers[stack.unit.group].eps for stack in owned]
         if not self._are_raw:
@@ -552,16 +542,15 @@ class ParamsEngine(Engine):
         lr: float,
         bad: Tensor | None,
     ) -> None:
-        """Decay and update the weights of blocks of a param group; where ``bad``, a bool or one per
-        block, is true they stay as they are (and the update is zero)."""
+        """Decay and update the weights of blocks of a param group, but where ``bad``, a bool or one
+        per block, is true."""
         state, h = self._state, self._hypers[group]
         targets = [state.targets[k] for k in blocks]
         where = targets[0].device
         if updates[0].device != where:  # CPU offload
             updates = [update.to(where) for update in updates]
-        weights = None
-        if state.targets is not state.weights:
-            weights = [state.weights[k] for k in blocks]
+        has_masters = state.targets is not state.weights
+        weights = [state.weights[k] for k in blocks] if has_masters else None
         stays = None if bad is None else bad.to(where)
         self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 
@@ -607,17 +596,6 @@ class ParamsEngine(Engine):
         return matrices, squares.sqrt()
 
     def step_bytes(self) -> dict[str, int]:
-        """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
-
-        "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`; "operands" not
-        on an accelerator), and so are "newton_schulz", the workspace of `Orthogonalizer`, and
-        "commit", a chunk of momentum in the dtype of computing. Of the others one is alive at a
-        time, on a CPU: "norms" for wider copies of half-precision blocks whose norms are taken,
-        "products" within Newton-Schulz, "transposes" for a part of a tall matrix, "updates" for a
-        few of them in the dtype of their weights (three times that with cautious decay, and with
-        "sgd" and Nesterov a chunk of operands); norms beyond float32 take copies in float64. On an
-        accelerator: "passes" for operands that no list kernel takes.
-        """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
         found = {"operands": state.workspace.nbytes} | super().step_bytes()
         if state.copies:
@@ -627,7 +605,6 @@ class ParamsEngine(Engine):
             found["norms"] = 4 * (self._operands.narrowest < 4) * self._operands.largest_run
         elif self._operands.largest_piece:
             found["passes"] = self._operands.largest_piece
-
         owned = [part for b in self._runtime.bound().buckets for part in b.route.owned.parts]
         cut = [part for part in owned if part.transposed and part.box.shape != part.whole]
         turned = [part.box.numel for part in cut if is_cpu]

@@ -11,11 +11,9 @@
               | squares of gradients, which are for `Muon.metrics`
               | of each block step since the last full one: how many ranks skipped parts of it
 
-The number of a step stands for its count and for all hyperparameters. When ranks have read the sum,
-they exchange what differs, and the names of what only some of them know not to be finite.
-
-Where the host cannot read from the device without waiting, every answer is a mask there. An error
-on all ranks is then read at the beginning of the next step.
+The number of a step stands for its count and for all hyperparameters. Where ranks read from the sum
+that these differ, they exchange in what. Where the host cannot read from the device without
+waiting, every answer is a mask there, and an error on all ranks is read when the next step begins.
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ class Verdict:
 
     ``finite``: no gradient was found that is not finite. ``bad``: which blocks stay (by position,
     or one 0-d mask for all of them; None: no block). ``stays``: of AdamW's parameters that have an
-    answer of their own; ``others``: of all others (None: none of them). Theirs are 0-d in float32,
-    not zero where they stay, as AdamW's fused form takes them. ``not_finite``: of a block step,
-    flags as in `Findings`, without their numbers.
-    """
+    answer of their own, ``others``: of all others (None: none), 0-d in float32 and not zero where
+    they stay. ``not_finite``: of a block step, flags as in `Findings`, without their numbers."""
 
     finite: bool | Tensor
     bad: Tensor | None = None
@@ -73,10 +69,9 @@ class Fields:
     A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
     for each parameter copy that several ranks hold; from ``end`` the last fields, from ``late``
     those of ``blocks`` block steps; from ``sent`` on, not sent, flags of what this rank holds
-    alone. ``flags`` are those of its copies, by parameter.
-
-    This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
-    whose norms travel, and where these norms are; ``counted`` the same of the replica that counts.
+    alone. ``flags`` are those of its copies, by parameter. ``travels`` are the positions in
+    ``matrices`` of those whose norms travel, and where these norms are; ``counted`` the same of the
+    replica that counts; ``not_sent`` the matrices whose norms do not travel, and their positions.
     """
 
     def __init__(
@@ -117,7 +112,6 @@ class Fields:
         here = [n for n, i in enumerate(matrices) if i not in norm_of]
         self.travels = with_norms(travels)
         self.counted = with_norms([n for n in travels if counts[n]])
-        # Matrices whose norms do not travel, and their positions.
         self.not_sent = [matrices[n] for n in here], index(here)
         self.block_flag_index = index(self.block_flags)
 
@@ -125,10 +119,10 @@ class Fields:
 @dataclass(slots=True)
 class Findings:
     """Of the last message: whether something was not finite; the ``square`` of the joint norm of
-    all gradients; how many matrices had a norm below eps, which of them are known to all ranks, and
-    what this rank knows of others (numbers, flags). ``not_finite`` are flags of this rank's
-    matrices, then of AdamW's parameters. ``late``: how many ranks skipped parts of each block step
-    before it, of which the first was the ``since``-th step."""
+    all gradients; how many matrices were below eps, which of them all ranks know, and what this
+    rank knows of others (numbers, flags). ``not_finite`` are flags of this rank's matrices, then of
+    AdamW's parameters. ``late``: how many ranks skipped parts of each block step before it, the
+    first of which was the ``since``-th step."""
 
     is_bad: bool = False
     late: Sequence[float] = ()
@@ -141,11 +135,9 @@ class Findings:
 
 
 class VerdictMessage:
-    """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
-
-    ``counts``: which blocks are those of the replica that counts. Without ``shards``, where owners
-    have the gradients, norms only say which are not finite; who has a gradient is known.
-    """
+    """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position;
+    ``counts``: which are of the replica that counts. Without ``shards``, where owners have the
+    gradients, norms only say which are not finite; who has a gradient is known."""
 
     def __init__(
         self,
@@ -191,9 +183,7 @@ class VerdictMessage:
 
         ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
         gradient on this rank. ``squares``: sums of squares of gradients, each counted on one rank.
-        ``others``: matrices whose norms are known elsewhere than in ``norms``, and these. ``late``
-        [BLOCKS]: not zero where this rank skipped parts of a block step since the last full one.
-        """
+        ``others``: matrices whose norms are not in ``norms``, and these. ``late``: see `Skips`."""
         fields, found, vector = self._fields, self.found, self._blank(late)
         for flag, is_here in zip(fields.flags, here, strict=True):
             if not is_here:
@@ -266,9 +256,7 @@ class VerdictMessage:
     def compare(self, grads: Mapping[int, Tensor]) -> Tensor | None:
         """How far each gradient differs between ranks, as a share of its mean square, float64, in
         the first steps and then rarely; None else. A collective call, also of ranks that refuse.
-
-        A few elements of each, not norms: those of large gradients hardly differ, even unrelated.
-        """
+        By a few elements: norms of large gradients hardly differ, even of unrelated ones."""
         if not self._alike:
             return None
         self._compared += 1
@@ -308,19 +296,11 @@ class VerdictMessage:
         return (vector[self._fields.late : self._fields.sent] > 0).sum()
 
     def read(
-        self,
-        vector: Tensor,
-        norms: Tensor,
-        here: Sequence[bool],
-        spread: Tensor | None = None,
+        self, vector: Tensor, norms: Tensor, here: Sequence[bool], spread: Tensor | None = None
     ) -> Verdict | None:
         """The verdict of a summed vector and of what `compare` found; None if nothing may change.
-
-        ``norms`` become those of whole matrices. Nothing is read where the host would wait.
-
-        Raises:
-            DmuonError: see `_raise`; where the host cannot read, `raise_noted` raises it.
-        """
+        ``norms`` become those of whole matrices. Raises as `_raise`; where the host cannot read
+        without waiting, nothing is read, and `raise_noted` raises it."""
         fields = self._fields
         shared = vector.narrow(0, 0, fields.norms).sqrt()
         positions, numbers = fields.travels
@@ -366,11 +346,9 @@ class VerdictMessage:
             self._noted = HostCopy(finite.logical_not().view(1))
 
     def raise_noted(self) -> None:
-        """Raise what the last full step's `read` could not, and note if something was not finite.
-
-        On every rank in the same step, however far its device is: a rank that raised earlier than
-        the others would leave them alone in a collective. The device has had a forward and a
-        backward pass since, so it does not run dry while the host waits.
+        """Raise what the last full step's `read` could not, and note if something was not finite:
+        on every rank in the same step, or one would leave the others alone in a collective. The
+        device has had a forward and a backward since, so it does not run dry while the host waits.
         """
         found, noted, self._noted = self.found, self._noted, None
         found.is_bad, found.late = False, ()
@@ -404,7 +382,9 @@ class VerdictMessage:
                     "them: average with DistributedDataParallel, and clear gradients on all ranks "
                     "alike. Nothing was changed"
                 )
-        self._note_below_eps(norms, int(last[_BELOW]))
+        eps, pairs = self._digest.eps, zip(fields.travelling, norms) if self._has_norms else ()
+        found.below = [i for i, square in pairs if 0 < square < eps[self._group_of[i]] ** 2]
+        found.below_eps = int(last[_BELOW]) + len(found.below)
         spread = values[fields.sent :]
         if spread and (most := max(spread)) > _MOST_SPREAD:
             raise OwnershipError(
@@ -416,13 +396,6 @@ class VerdictMessage:
                 "dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner="
                 "True)) before dmuon.Muon(model). Nothing was changed"
             )
-
-    def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
-        """Which matrices have a norm below eps; ``others``: how many whose norms do not travel."""
-        eps, found = self._digest.eps, self.found
-        pairs = zip(self._fields.travelling, squares) if self._has_norms else ()
-        found.below = [i for i, square in pairs if 0 < square < eps[self._group_of[i]] ** 2]
-        found.below_eps = others + len(found.below)
 
     def _raise_difference(self) -> None:
         """Raise ConsensusError, on every rank, with what differs in the last message."""
@@ -469,13 +442,10 @@ def own_verdict(
     with one that is not finite, stays as it is. So does one of AdamW's parameters, with all that
     have the same replicas. None if nothing may change.
 
-    ``norms`` of blocks, whose ``parameters`` are these. ``found_inf``: torch's scaler has shared
-    its own verdict and lowers its scale on all ranks, so nothing changes where that is not zero.
-    """
-    overflow = torch.zeros((), dtype=torch.bool, device=device)
-    if found_inf is not None:
-        overflow = found_inf.to(device) != 0
-    on_host = host_can_read(device)
+    ``norms`` of blocks, whose ``parameters`` are these. ``found_inf``, of torch's scaler, is known
+    to all ranks: nothing changes where that is not zero."""
+    on_host, zero = host_can_read(device), torch.zeros((), device=device)
+    overflow = (zero if found_inf is None else found_inf.to(device)) != 0
     if on_host and bool(overflow):
         return None
 

@@ -11,7 +11,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -40,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look, and print what was found."""
     own = devices.of(devices.default_device())
-    found = {name: _found(partial(look, own)) for name, look in _LOOKS.items()}
+    found = {name: _found(look, own) for name, look in _LOOKS.items()}
     lines = (f"{name:<14} {text}" for name, text in found.items())
     show(lambda: "\n".join(lines), lambda: found, args.json)
     return 0
 
 
-def _found(look: Callable[[], str]) -> str:
+def _found(look: Callable[[devices.Device], str], own: devices.Device) -> str:
     """What a function finds, in one line and without the path of the user's home."""
     try:
-        text = look()
+        text = look(own)
     except Exception as error:  # the other lines are needed all the more
         text = f"failed: {described(error)}"
     home = os.path.expanduser("~").rstrip("/")

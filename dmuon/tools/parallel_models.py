@@ -1,9 +1,8 @@
 """Small built-in models and the ways to parallelize them that ``python -m dmuon check`` covers.
 
-The same model without `parallelize` is the single-process reference. Sizes are chosen to be
-awkward: widths that no mesh divides, and matrices with fewer rows than ranks. No layer before a
-softmax has a bias that the softmax cancels: its gradient would be rounding alone, which AdamW
-blows up.
+The same model on one process is the reference. No mesh divides its widths, and some matrices have
+fewer rows than ranks. No layer before a softmax has a bias, which the softmax cancels: its gradient
+would be rounding alone, which AdamW blows up.
 """
 
 from __future__ import annotations
@@ -177,8 +176,7 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
             experts.register_parameter(name, nn.Parameter(part))
         experts.mesh = mesh["ep"]
         fully_shard(experts, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(dim))
-        # Experts have seen the tokens of all ranks, so that is what the mean is over. As a sum
-        # and a division, because gloo has no scaled sum.
+        # The mean over the tokens of all ranks, as a sum and a division: gloo has no scaled sum.
         experts.set_force_sum_reduction_for_comms(True)
         experts.set_gradient_divide_factor(float(mesh.size()))
         fully_shard(block, mesh=everyone)
@@ -188,7 +186,7 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ParallelCase:
-    """A model and the ways to parallelize it in place over a mesh, ``tensor_parallel`` first. Data
+    """A model and the ways to parallelize it in place over a mesh, ``tensor_parallel`` first; data
     differ along the ``data_axes`` only."""
 
     name: str
@@ -234,7 +232,6 @@ _SPLIT_EP = replace(_EP_FSDP, name="ep+fsdp, split experts", data_parallel=_SPLI
 
 # Distributed by the framework: for the `sharded` layout.
 CASES = (_FSDP2, _TP, _FSDP4, _HSDP, _TP_FSDP, _EP_FSDP, _SPLIT_EP, _HSDP_TP)
-# For the `dedicated` layout, where ``data_parallel`` is for what dmuon does not keep; where there
-# is none, dmuon reduces all gradients.
+# For `dedicated`: ``data_parallel`` is for what dmuon does not keep, or dmuon reduces it, too.
 _PLAIN = ParallelCase("plain", (2,), _DP, _DP, ParallelModel)
 DEDICATED_CASES = (_PLAIN, _FSDP2, _FSDP4, _HSDP, _TP_DP, _TP_FSDP)

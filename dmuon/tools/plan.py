@@ -1,8 +1,7 @@
 """Plans which rank owns which matrix and prints the load balance with a proven lower bound.
 
 Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the certificate
-does not hold; 2 for a mistake, or a file that cannot be read or is too large; 3 for a crash of the
-command itself.
+does not hold; 2 for a mistake, or a file that cannot be read; 3 for a crash of the command itself.
 """
 
 from __future__ import annotations
@@ -190,19 +189,17 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
                 specs, topology, costs, layout=layout, solver=solver, options=options, limits=limits
             )
         except PlanError as error:  # in the words of the command line
-            told = re.sub(r"PlannerOptions\(owner_memory_bytes=\.\.\.\)", "--memory", str(error))
+            told = str(error).replace("PlannerOptions(owner_memory_bytes=...)", "--memory")
             raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
 
     return planned, shards
 
 
 def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int]:
-    """Bytes on one rank by purpose, activations aside. ``shards`` are those of `evenly_sharded`.
-
-    Gradients are those of a step, in the dtypes of the parameters; state is in them, too. Buffers
-    ("operands" to "assembly" in the "step_bytes" of `Muon.stats`) and Newton-Schulz are what a step
-    keeps, in two bytes an element. In `dedicated`, FSDP2 shards what has no owner.
-    """
+    """Bytes on one rank by purpose, activations aside; ``shards`` are those of `evenly_sharded`.
+    Gradients and state are in the dtypes of the parameters; buffers ("operands" to "assembly" in
+    the "step_bytes" of `Muon.stats`) and Newton-Schulz, which a step keeps, in two bytes an
+    element. In `dedicated`, FSDP2 shards what has no owner."""
     from dmuon.scheduler.plan import units_of
     from dmuon.scheduler.specs import ITEM_SIZE
 
@@ -219,10 +216,9 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
         owned += nbytes * (owner == rank)
         stored += nbytes * (owner % places == rank % places)
     adamw //= places if layout is Layout.DEDICATED else 1
-    weights = adamw + (stored if layout is Layout.DEDICATED else muon)
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
     state = owned if layout.keeps_state_at_owners else muon
-    gradients = stored if layout is Layout.DEDICATED else state
+    weights, gradients = (stored, stored) if layout is Layout.DEDICATED else (muon, state)
     kept = {"buffers": 0, "Newton-Schulz": 0}
     units = units_of(plan, [0] * len(specs.matrices))
     if not layout.keeps_state_at_owners:
@@ -236,14 +232,13 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
             numel = b * (more + 4 * min(m, n) ** 2)
             kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {
-        "weights": weights + frozen, "gradients": adamw + gradients, "momentum": state,
+        "weights": adamw + weights + frozen, "gradients": adamw + gradients, "momentum": state,
         "AdamW state": 2 * adamw, **kept,
     }  # fmt: skip
 
 
 def _pipeline_bytes(units: Sequence[Unit], shards: ShardMap, rank: int, is_cpu: bool) -> int:
-    """The buffers of `Pipeline` on one rank, which is made on the meta device; on a CPU, all of the
-    rank's operands too, which stay there."""
+    """The buffers of a rank's `Pipeline`, made on the meta device; on a CPU its operands, too."""
     import torch
 
     from dmuon.comm.pipeline import Pipeline
@@ -281,9 +276,8 @@ def _plan(args: argparse.Namespace) -> int:
     kept = [memory_of(plan, shards, kinds[k]) for k in sorted(kinds, reverse=True)[:most]]
     memory = tuple(max(kept, key=lambda found: sum(found.values())).items())
     source = PRESETS.get(args.model.lower(), {}).get("source", "")
-    report = LoadBalanceReport(
-        plan, model=args.model, source=source, memory=memory, sharing="--co-owners auto"
-    )
+    how = {"model": args.model, "source": source, "sharing": "--co-owners auto"}
+    report = LoadBalanceReport(plan, memory=memory, **how)
     show(lambda: printed(report, plain=False), report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
@@ -293,11 +287,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
-    """Print the text, and write the numbers as JSON to a path; for "-" print these alone.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Print the text, and write the numbers as JSON to a path (PlanError where that cannot be); for
+    "-" print these alone."""
     as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
     sys.stdout.write(as_json if path == "-" else text() + "\n")
     if path is not None and path != "-":
@@ -347,8 +338,7 @@ def _compare(args: argparse.Namespace) -> int:
             reports[solver] = build_report(plan)
             ran = "" if plan.solver == solver else f"{plan.solver} ran"
             note = ": ".join(filter(None, (ran, plan.search.note)))
-        if note:
-            notes.append(f"{solver}: {note}")
+        notes += [f"{solver}: {note}"] * bool(note)
     if not any(reports.values()):
         raise PlanError("no solver found a plan. " + note)
     bound = max(report.lower_bound_ms for report in reports.values() if report)
@@ -367,15 +357,14 @@ def _compare(args: argparse.Namespace) -> int:
         }
         for solver, report in reports.items()
     ]
-    summary = f"costs {plan.cost_source}"
-    lines = [*title(plan, args.model), summary, _comparison(rows), *notes]
+    lines = [*title(plan, args.model), f"costs {plan.cost_source}", _comparison(rows), *notes]
     show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text, with colours in a terminal."""
-    from dmuon.report.render import WIDTH, grid, ms_text, percent, printed
+    from dmuon.report.render import grid, ms_text, percent, printed
 
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
     time = partial(ms_text, top=best)
@@ -391,7 +380,7 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> str:
             style = "bold green" if row["makespan_ms"] == best else ""
             cells = [how(row[name]) for name, how in numbers.items()]
         table.add_row(row["solver"], *cells, row["status"], style=style)
-    return printed(table, width=WIDTH, plain=False)
+    return printed(table, plain=False)
 
 
 def _verify(args: argparse.Namespace) -> int:
