@@ -267,8 +267,8 @@ class NamedGroups:
 
     def exchange(self, groups: Sequence[Group]) -> nn.Module | None:
         """Replace parameters that no module holds any more, because `fully_shard` has replaced
-        them, by the model's own of now; OwnershipError if one is not found, and nobody has given it
-        a gradient. Returns the model if all of ``groups`` is of one."""
+        them, by the model's own of now; OwnershipError if one is not found in a model that lives,
+        and nobody has given it a gradient. Returns the model if all of ``groups`` is of one."""
         models = [reference() for reference in self.models]
         now: dict[tuple[int, str], Any] = {}
         for number, model in enumerate(models):
@@ -304,7 +304,7 @@ class NamedGroups:
         if (number, full) in now:
             return now[number, full]
         holder = module()
-        if holder is None and p.requires_grad and p.grad is None:
+        if now and holder is None and p.requires_grad and p.grad is None:
             raise OwnershipError(
                 f"no module holds parameter {name!r} any more, and it has no gradient: its module "
                 "was replaced or dropped since dmuon.Muon got it. Make the optimizer afterwards"

@@ -16,13 +16,19 @@ class DMuon(dmuon.Muon):
 
 
 def keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """What a config's ``optim_args`` says: a mapping, or keyword arguments as text.
+    """What a config's ``optim_args`` says: a mapping, or keyword arguments as text. ``betas`` go by
+    their longer name, by which they replace a framework's own.
 
     >>> keywords("ns_steps=6, betas=(0.9, 0.95), ns_dtype=float32")
-    {'ns_steps': 6, 'betas': (0.9, 0.95), 'ns_dtype': 'float32'}
+    {'ns_steps': 6, 'ns_dtype': 'float32', 'adamw_betas': (0.9, 0.95)}
     """
-    if not isinstance(given, str):
-        return dict(given or {})
+    found = _read(given) if isinstance(given, str) else dict(given or {})
+    if "betas" in found and "adamw_betas" not in found:
+        found["adamw_betas"] = found.pop("betas")
+    return found
+
+
+def _read(given: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"_({given})", mode="eval").body
     except SyntaxError:

@@ -24,7 +24,7 @@ class DmuonPlugin(BasePlugin):  # type: ignore[misc]
             raise ValueError(f"{what}. Leave one of them out of the config")
         own = {
             "lr": trainer.args.learning_rate,
-            "betas": (cfg.adam_beta1 or 0.9, cfg.adam_beta2 or 0.95),
+            "adamw_betas": (cfg.adam_beta1 or 0.9, cfg.adam_beta2 or 0.95),
             "adamw_eps": cfg.adam_epsilon or 1e-8,
         }
         trainer.optimizer_cls_and_kwargs = dmuon.Muon, own | keywords(cfg.optim_args)

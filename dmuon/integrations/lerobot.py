@@ -14,6 +14,7 @@ from lerobot.optim import OptimizerConfig
 from torch import Tensor
 
 import dmuon
+from dmuon.integrations import keywords
 
 # lerobot lists the modules of what it discovers, as of a package.
 __path__: list[str] = []
@@ -30,7 +31,8 @@ class DmuonConfig(OptimizerConfig):  # type: ignore[misc]
 
     def build(self, params: Any) -> Any:
         """One `dmuon.Muon`, or one for each entry of a dict of lists, as SAC wants it."""
-        own = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, **self.others}
+        own: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        own |= {"adamw_betas": self.betas} | keywords(self.others)
         if not isinstance(params, dict):
             return dmuon.Muon(params, **own)
         if all(isinstance(p, Tensor) for p in params.values()):

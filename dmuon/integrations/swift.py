@@ -21,7 +21,7 @@ class DmuonCallback(OptimizerCallback):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         args = self.args
         betas = args.adam_beta1, args.adam_beta2
-        own = {"lr": args.learning_rate, "betas": betas, "adamw_eps": args.adam_epsilon}
+        own = {"lr": args.learning_rate, "adamw_betas": betas, "adamw_eps": args.adam_epsilon}
         self.trainer.optimizer_cls_and_kwargs = dmuon.Muon, own | keywords(args.optim_args)
         return super().create_optimizer(model)
 

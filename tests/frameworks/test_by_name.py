@@ -160,7 +160,10 @@ def test_it_may_be_made_before_the_process_group(monkeypatch):
         (None, {}),
         ({"ns_steps": 6}, {"ns_steps": 6}),
         ("ns_steps=6,nesterov=False", {"ns_steps": 6, "nesterov": False}),
-        ("betas=(0.9, 0.95), ns_dtype=float32", {"betas": (0.9, 0.95), "ns_dtype": "float32"}),
+        (
+            "betas=(0.9, 0.95), ns_dtype=float32",
+            {"adamw_betas": (0.9, 0.95), "ns_dtype": "float32"},
+        ),
     ],
 )
 def test_keyword_arguments_as_text(given, expected):
