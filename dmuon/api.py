@@ -552,7 +552,8 @@ def _check_request(request: Request) -> None:
     if plan is None:
         return
     if not isinstance(plan, OwnershipPlan):
-        raise TypeError(f"plan must be an OwnershipPlan, found {type(plan).__name__}")
+        how = ": read a file by OwnershipPlan.from_json(text)" * isinstance(plan, str | Path)
+        raise TypeError(f"plan must be an OwnershipPlan, found {type(plan).__name__}{how}")
     caps = [c for c in (planner.owner_memory_bytes, plan.limits.memory_bytes) if c is not None]
     fullest = max(plan.state_bytes)
     if caps and fullest > min(caps):

@@ -40,10 +40,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(json.loads(_PRESETS)
 OWN_FUNCTION = "--model module:function, a function that returns the model (on the meta device)"
 
 # Where a configuration does not say of what class its model is: the first that has it. Those with
-# an encoder come first, because many of their decoders can be trained alone, too.
+# an encoder or a vision tower come first, because many of their decoders can be trained alone, too.
 _TASKS = (
-    "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM",
-    "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
 )  # fmt: skip
 _NOT_BUILT = {"auto_map", "quantization_config", "architectures", "model_type"}
 _NOT_BUILT |= {"attn_implementation", "_attn_implementation"}
@@ -112,6 +112,8 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
         if is_model:
             return found, found.config_class
         lacking = f"{here} has no model {name!r}, which 'architectures' names{remote}"
+    else:
+        lacking = "the configuration has no 'architectures'"
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         if names:
             raise PlanError(f"{lacking}: install a version that has it, or pass {OWN_FUNCTION}")
@@ -125,13 +127,28 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
     classes = [of[0] if isinstance(of, tuple) else of for of in tasks]
     if not classes:
         raise PlanError(f"{here} has no model for model_type {kind!r}: pass {OWN_FUNCTION}")
-    if not names:
-        return classes[0], settings
-    end = "For" + str(name).rpartition("For")[2]
+    end = "For" + str(name).rpartition("For")[2] if names else ""
     made = next((found for found in classes if found.__name__.endswith(end)), classes[0])
     told = f"planned as {made.__name__}, its model of model_type {kind!r}"
     logging.getLogger("dmuon").warning("%s: %s", lacking, told)
     return made, settings
+
+
+def _decoded(given: Any) -> Any:
+    """A configuration with the floats that transformers writes as ``{"__float__": "Infinity"}``.
+    PlanError for a part that is on the internet: a file may come from anyone."""
+    if isinstance(given, list):
+        return [_decoded(each) for each in given]
+    if not isinstance(given, dict):
+        return given
+    if given.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+        return float(given["__float__"])
+    if isinstance(given.get("backbone"), str) and not given.get("backbone_config"):
+        raise PlanError(
+            f"the configuration names a backbone, {given['backbone']!r}, that transformers would "
+            f"look up on the internet: give its 'backbone_config', or pass {OWN_FUNCTION}"
+        )
+    return {key: _decoded(value) for key, value in given.items()}
 
 
 def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
@@ -161,7 +178,7 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             made, settings = _class_of(config, transformers)
-            given = {key: value for key, value in config.items() if key not in _NOT_BUILT}
+            given = {k: v for k, v in _decoded(config).items() if k not in _NOT_BUILT}
             with torch.device("meta"):
                 model: nn.Module = made(settings.from_dict(given))
             return model.to(wanted)
@@ -222,7 +239,7 @@ def _load(text: str, dtype: str | None) -> nn.Module:
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
         try:
-            config = decode(dict[str, Any], parse(read_text(path)))
+            config = decode(dict[str, Any], parse(read_text(path), number=float))
         except OSError as error:
             raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
         except ValueError as error:

@@ -396,6 +396,8 @@ class _Live:
             reshard(modules)
             uses = _uses(modules, wanted)
         own, copies = grouped(uses), _copied_lists(modules)
+        for module in _copied_parameters(own):
+            del own[module]
         # Itself and all below.
         self._inside = {m: {*m.modules()} for m in modules if m not in copies}
         self._uses = {
@@ -438,6 +440,25 @@ def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
     parts = {m: {*m.children()} for m in lists}
     others = [m for m in modules if m not in parts] if lists else []
     return {m for m in lists if parts[m] and any(parts[m] <= {*o.modules()} - {o} for o in others)}
+
+
+def _copied_parameters(own: Mapping[nn.Module, Sequence[int]]) -> list[nn.Module]:
+    """Those of which smaller modules hold each parameter too, as a ``ParameterDict`` of a model's;
+    ``own`` are the wanted ones of each module."""
+    lists = nn.ParameterList, nn.ParameterDict
+    holders = grouped((i, module) for module, ids in own.items() for i in ids)
+    every = {module: {id(p) for _, p in _own(module)} for module in own}
+
+    def is_smaller(other: nn.Module, module: nn.Module) -> bool:
+        if isinstance(module, lists) and not isinstance(other, lists):
+            return every[other] <= every[module]
+        return every[other] < every[module]
+
+    return [
+        module
+        for module, ids in own.items()
+        if all(any(is_smaller(other, module) for other in holders[i]) for i in ids)
+    ]
 
 
 def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:

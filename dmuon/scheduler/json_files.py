@@ -77,9 +77,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
+def parse(
+    text: str, most: int = MOST_CHARACTERS, number: Callable[[str], float] | None = None
+) -> Any:
     """The data in a JSON text. PlanError, which says what was found, if it is no JSON, is more than
-    any plan or table has, or has an infinite number, NaN, or a key twice."""
+    any plan or table has, or has a key twice, or an infinite number or NaN unless ``number`` reads
+    them."""
     if not isinstance(text, str):
         raise PlanError(f"expected a JSON text, found {type(text).__name__}")
     if len(text) > most:
@@ -88,7 +91,7 @@ def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
     if values > _MOST_VALUES:
         raise PlanError(f"found about {values:,} values, expected at most {_MOST_VALUES:,}")
     try:
-        how: Any = {"parse_float": _finite, "parse_constant": _finite}
+        how: Any = {"parse_float": number or _finite, "parse_constant": number or _finite}
         return json.loads(text, object_pairs_hook=_object, **how)
     except PlanError:
         raise

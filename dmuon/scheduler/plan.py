@@ -311,7 +311,7 @@ def fitted_plan(
         found.append("the parameters are split into other matrices (splits or heads)")
     if found:
         more = f" (+{len(found) - 12} more)" if len(found) > 12 else ""
-        raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
+        raise PlanError("the saved plan does not fit: " + "; ".join(found[:12]) + more)
     place, limits = [number[key] for key in keys], plan.limits
     domains, sizes = (
         tuple(values[i] for i in sorted(range(len(values)), key=place.__getitem__))
@@ -343,16 +343,20 @@ def _misfits(
         found.append(f"the plan is for {before.world} ranks, the mesh has {now.world}")
     elif saved != mesh and min(len(saved), len(mesh)) > 1:
         found.append(f"the plan is for mesh {before.shape}, the mesh is {now.shape}")
-    found += [f"- {name} {list(old[name].shape)}" for name in old if name not in new]
-    found += [f"+ {name} {list(new[name].shape)}" for name in new if name not in old]
+    kinds = {(old[name].dtype, new[name].dtype) for name in old.keys() & new.keys()}
+    if len(kinds) == 1 and (kind := next(iter(kinds)))[0] != kind[1]:  # else one line for each
+        found.append(f"the plan is for {kind[0]}: plan with --dtype {kind[1]}")
+        old = {name: replace(spec, dtype=kind[1]) for name, spec in old.items()}
+    lines = [f"- {name} {list(old[name].shape)}" for name in old if name not in new]
+    lines += [f"+ {name} {list(new[name].shape)}" for name in new if name not in old]
     for name in old.keys() & new.keys():
         a, b = old[name], new[name]
         if (a.shape, a.dtype, a.algorithm) != (b.shape, b.dtype, b.algorithm):
-            found.append(
+            lines.append(
                 f"! {name}: plan {list(a.shape)} {a.dtype} {a.algorithm.value}, "
                 f"model {list(b.shape)} {b.dtype} {b.algorithm.value}"
             )
-    return found
+    return [*found, *sorted(lines)]
 
 
 def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:

@@ -199,9 +199,10 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     """Bytes on one rank by purpose, activations aside; ``shards`` are those of `evenly_sharded`.
     Gradients and state are in the dtypes of the parameters; buffers ("operands" to "assembly" in
     the "step_bytes" of `Muon.stats`) and Newton-Schulz, which a step keeps, in two bytes an
-    element. In `dedicated`, FSDP2 shards what has no owner."""
+    element. FSDP2 shards what is frozen, and in `dedicated` all that has no owner."""
     from dmuon.scheduler.plan import units_of
     from dmuon.scheduler.specs import ITEM_SIZE
+    from dmuon.scheduler.topology import holds_replicas
 
     specs, layout = plan.specs, plan.layout
     item = [ITEM_SIZE.get(p.dtype, 4) for p in specs.parameters]
@@ -217,6 +218,11 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
         stored += nbytes * (owner % places == rank % places)
     adamw //= places if layout is Layout.DEDICATED else 1
     frozen = sum(p.numel * ITEM_SIZE.get(p.dtype, 4) for p in specs.frozen)
+    if layout is Layout.DEDICATED:
+        frozen //= places
+    elif layout is Layout.SHARDED:
+        axes = zip(plan.topology.axes, plan.topology.shape, strict=True)
+        frozen //= math.prod(size for axis, size in axes if not holds_replicas(axis))
     state = owned if layout.keeps_state_at_owners else muon
     weights, gradients = (stored, stored) if layout is Layout.DEDICATED else (muon, state)
     kept = {"buffers": 0, "Newton-Schulz": 0}
@@ -228,7 +234,8 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     for unit in units:
         if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
             b, m, n = unit.shape
-            more = m * n * (1 + shards.is_local(unit.matrices[0]))
+            is_alone = layout.keeps_state_at_owners or shards.is_local(unit.matrices[0])
+            more = m * n * (1 + is_alone)
             numel = b * (more + 4 * min(m, n) ** 2)
             kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {

@@ -352,7 +352,7 @@ def train_again(t: Both) -> None:
 PLANS = [
     ({"layout": "sharded"}, "does not take DistributedDataParallel"),
     ({"layout": "nonsense"}, "layout must be one of"),
-    ({"plan": "nonsense"}, "plan must be an OwnershipPlan"),
+    ({"plan": "plan.json"}, r"plan must be an OwnershipPlan, found str: read .*from_json"),
     ({"planner": 3}, "planner must be PlannerOptions"),
     ({"splits": {"mid.weight": (9, 9)}}, "mid.weight"),
     ({"select": lambda name, p: p.ndim == 2 and "blocks" in name and "0" in name}, "weight"),

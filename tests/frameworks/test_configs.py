@@ -141,10 +141,38 @@ def test_a_configuration_is_read_from_its_file_or_folder(tmp_path):
     ("llama", "LlamaForCausalLM"), ("t5", "T5ForConditionalGeneration"),
     ("whisper", "WhisperForConditionalGeneration"), ("vit", "ViTForImageClassification"),
     ("gemma3", "Gemma3ForConditionalGeneration"), ("bert", "BertLMHeadModel"),
-    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), ("clip", "CLIPModel"),
+    ("mllama", "MllamaForConditionalGeneration"), ("llama4", "Llama4ForConditionalGeneration"),
 ])  # fmt: skip
-def test_without_architectures_the_type_decides(kind, made):
+def test_without_architectures_the_type_decides_and_that_is_said(kind, made, caplog):
     assert type(build({"model_type": kind})).__name__ == made
+    assert f"no 'architectures': planned as {made}" in caplog.text
+
+
+def test_a_configuration_may_hold_infinite_numbers_as_transformers_writes_them(tmp_path):
+    shape = {"hidden_size": 32, "num_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
+    made = transformers.Mamba2Config(vocab_size=64, **shape)
+    made.architectures = ["Mamba2ForCausalLM"]
+    made.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert '{\n      "__float__": "Infinity"' in text
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in transformers.Mamba2ForCausalLM(made).parameters())
+    for written in (text, re.sub(r'\{\s*"__float__": "Infinity"\s*\}', "Infinity", text)):
+        (tmp_path / "config.json").write_text(written)
+        assert sum(p.numel for p in model_specs(str(tmp_path)).parameters) == expected
+
+
+@pytest.mark.parametrize("kind", ["detr", "dpt", "maskformer"])
+def test_nothing_is_looked_up_on_the_internet(kind, monkeypatch):
+    def connect(*args: Any, **given: Any) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    asked = {"use_timm_backbone": False, "backbone": "microsoft/resnet-50"}
+    with pytest.raises(PlanError, match="'microsoft/resnet-50'.*internet: give its 'backbone_conf"):
+        build({"model_type": kind, "use_pretrained_backbone": True} | asked)
 
 
 @pytest.mark.parametrize(("config", "made"), [

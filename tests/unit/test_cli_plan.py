@@ -19,8 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue import PRESETS, model_specs
@@ -82,6 +84,25 @@ def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
         f"costs analytic:h200, plan {plan.fingerprint()}",
         f"shapes: {PRESETS['gpt2']['source']}",
     ]
+
+
+def half_frozen() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("options", "parts", "trained"), [
+    ("", 8, 8), ("--axes replicate,shard", 4, 4), ("--layout dedicated", 4, 1),
+    ("--layout replicated", 1, 1),
+])  # fmt: skip
+def test_frozen_weights_are_sharded_with_the_rest(capsys, options, parts, trained):
+    """Of the trained ones in `dedicated`, an owner holds all."""
+    model = "--model", f"{__name__}:half_frozen"
+    argv = ["plan", *model, "--mesh", "2x4", "--json", "-", *options.split()]
+    memory = json.loads(succeed(capsys, *argv))["memory"]["fullest_rank"]
+    assert memory["weights"] == 4 * 64 * 64 // parts + 4 * 64 * 64 // trained
 
 
 def test_everything_printed_fits_100_columns(capsys):
@@ -174,6 +195,15 @@ def test_a_saved_plan_fits_a_mesh_by_any_name(capsys, tmp_path):
         found = fitted_plan(plan, plan.specs, topology, plan.layout)
         assert found.owners == plan.owners and found.fingerprint() == plan.fingerprint()
         assert certify(found).ok and certify(found).proven
+
+
+def test_a_plan_in_another_dtype_says_how_to_plan(capsys, tmp_path):
+    plan, specs = saved(capsys, tmp_path / "plan.json"), model_specs("gpt2", "float32")
+    told = "does not fit: the plan is for bfloat16: plan with --dtype float32"
+    with pytest.raises(PlanError, match=f"{told}$"):
+        fitted_plan(plan, specs, plan.topology, plan.layout)
+    with pytest.raises(PlanError, match=f"{told}; ! transformer"):
+        fitted_plan(plan, model_specs("gpt2-medium", "float32"), plan.topology, plan.layout)
 
 
 @pytest.mark.parametrize(("columns", "widest"), [(80, 80), (160, 160), (None, 100)])

@@ -303,6 +303,26 @@ def test_a_list_that_is_the_model_stays_it():
     assert routes(around.score)["1.weight"][0].value == "muon", beside
 
 
+@pytest.mark.parametrize("form", ["parameters", "named_parameters"])
+@pytest.mark.parametrize("kind", ["dict", "list", "module", "one"])
+def test_what_holds_a_models_parameters_once_more_is_not_the_model(kind, form):
+    """Routing is that of the model: its embeddings and head go to AdamW."""
+    model = TinyGPT()
+    named = {name.replace(".", "_"): p for name, p in model.named_parameters()}
+    if kind == "dict":
+        copy = nn.ParameterDict(named)
+    elif kind == "list":
+        copy = nn.ParameterList(named.values())
+    elif kind == "one":
+        copy = [nn.ParameterDict({"w": p}) for p in named.values()]
+    else:
+        copy = nn.Module()
+        for name, p in named.items():
+            copy.register_parameter(name, p)
+    alike(getattr(model, form)(), model, by_the_same_names=True)
+    assert copy
+
+
 def test_a_parameter_that_no_module_holds_any_more_needs_a_gradient():
     model = TinyGPT()
     opt = dmuon.Muon(model.parameters())

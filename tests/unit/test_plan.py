@@ -275,7 +275,7 @@ def fits(
     (SAME | {"c.bias": (7,)}, {}, r"! c.bias"),
     (SAME, {"world": 4}, r"for 2 ranks, the mesh has 4"),
     (SAME, {"heads": {"b.weight": 2}}, r"split"),
-    (SAME, {"dtype": torch.bfloat16}, r"a.weight.*float32.*bfloat16"),
+    (SAME, {"dtype": torch.bfloat16}, r"for float32: plan with --dtype bfloat16$"),
     (SAME, {"select": lambda name, p: name == "a.weight"}, r"b.weight.*muon.*adamw"),
     ({f"x{i}.weight": (2, 2) for i in range(30)}, {}, r"\+\d+ more"),
 ])  # fmt: skip
