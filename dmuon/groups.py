@@ -450,9 +450,8 @@ def _copied_parameters(own: Mapping[nn.Module, Sequence[int]]) -> list[nn.Module
     every = {module: {id(p) for _, p in _own(module)} for module in own}
 
     def is_smaller(other: nn.Module, module: nn.Module) -> bool:
-        if isinstance(module, lists) and not isinstance(other, lists):
-            return every[other] <= every[module]
-        return every[other] < every[module]
+        or_equal = isinstance(module, lists) and not isinstance(other, lists)
+        return every[other] < every[module] or (or_equal and every[other] == every[module])
 
     return [
         module

@@ -226,7 +226,8 @@ def _compare(transport: Transport, what: str, text: str, error: Exception | None
     ranks = [rank for rank, found in enumerate(everyone) if found and found[0] == mine]
     raise ConsensusError(
         f"{what}: ranks disagree: {_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {mine} "
-        f"where rank 0 has {firsts}. Build the same model with the same arguments on every rank"
+        f"where rank 0 has {firsts}. Build the same model with the same arguments on every rank, "
+        "or plan each pipeline stage on its own ranks: dmuon.dedicate_params(stage, mesh)"
     )
 
 

@@ -623,7 +623,8 @@ def test_only_what_differs_is_named_when_planning(rank, world):
         "dmuon.Muon: ranks disagree: rank 1 has 'param_groups[0]: momentum=0.9', "
         "'param_groups[0]: adamw_eps=1e-06' where rank 0 has 'param_groups[0]: momentum=0.95', "
         "'param_groups[0]: adamw_eps=1e-08'. Build the same model with the same arguments on "
-        "every rank"
+        "every rank, or plan each pipeline stage on its own ranks: "
+        "dmuon.dedicate_params(stage, mesh)"
     )
 
 
