@@ -157,7 +157,10 @@ def joined(
         dist.destroy_process_group()
 
 
-def _work(rank: int, world: int, folder: str, body: Callable[..., list[Row]], *given: Any) -> None:
+def as_rank(
+    rank: int, world: int, folder: str, body: Callable[..., list[Row]], *given: Any
+) -> None:
+    """``body(rank, *given)`` in a group that meets in ``folder``; the first one's rows go there."""
     torch.set_num_threads(1)
     with joined(folder, rank, world):
         rows = body(rank, *given)
@@ -168,5 +171,5 @@ def _work(rank: int, world: int, folder: str, body: Callable[..., list[Row]], *g
 def on_ranks(world: int, body: Callable[..., list[Row]], *given: Any) -> list[Row]:
     """``body(rank, *given)`` in ``world`` gloo processes of one thread; the first one's rows."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_work, (world, folder, body, *given), nprocs=world)
+        spawn(as_rank, (world, folder, body, *given), nprocs=world)
         return read_rows(f"{folder}/rows.json")
