@@ -1,0 +1,311 @@
+"""What does training with Muon cost, on nodes whose links are slow?
+
+``python -m benchmarks.end_to_end --json out.json`` (docs/evidence.md) trains a GPT of 20 M
+parameters on emulated nodes (`benchmarks.nodes`). Within a case, contenders take turns step by step
+in one process group, each on a model of its own, all with the same batches and the same
+Newton-Schulz coefficients. A turn goes from before `step` to the end of the next backward, so that
+what an optimizer leaves to the next forward counts.
+
+``floor_ms``: one pass of `torch.optim.Muon`'s iteration over all matrices on one core, divided by
+the cores, in the same rounds: the arithmetic that no optimizer can avoid. ``bytes``: sent by the
+optimizer of a rank in `step`, by its own count. ``link_bytes``: out of a node in a turn, as the
+link counts them, mean over nodes; those of the framework are in it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import truediv
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from benchmarks import baselines
+from benchmarks.demo import GPT, GPTConfig, demo
+from benchmarks.nodes import LinkBytes, Nodes, emulated
+from benchmarks.results import Row, Rows, command, row_options, show
+from benchmarks.timing import Laps, Times, over_ranks, take_turns, timed_row
+from dmuon import devices
+
+MODEL = GPTConfig(width=512, heads=8, hidden=1408, depth=6)
+MUON: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
+WARM_UP = 2
+REFERENCES = ("AdamW", "gather-then-compute", "torch.optim.Muon")
+
+SHARDED_BASELINES: dict[str, type[baselines.Baseline]] = {
+    "gather-then-compute": baselines.GatherThenCompute,
+    "same-shape buckets": baselines.SameShapeBuckets,
+    "Parallel Muon": baselines.ParallelMuon,
+}
+PERIODS = {"dmuon P=2": 2, "dmuon P=5": 5, "dmuon P=20": 20, "dmuon P=inf": math.inf}
+RUN = ("dmuon", "dmuon P=5", "dmuon P=inf")  # the others mix the steps of these
+MAIN = ("AdamW", "gather-then-compute", *RUN)
+SHARDED = ("AdamW", *SHARDED_BASELINES, *RUN, "dmuon async", "dmuon dedicated")
+REPLICATED = ("AdamW", "torch.optim.Muon", "round robin", "dmuon", "dmuon reduced to owner",
+              "dmuon dedicated")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process group: where it runs, how the model is distributed, and who takes turns.
+
+    ``around``: "FSDP2" over all ranks, "HSDP" with a replica per node, or "DDP". ``tokens``: of a
+    rank in a step.
+    """
+
+    nodes: int
+    each: int
+    rate: str | None
+    around: str
+    tokens: int
+    contenders: tuple[str, ...]
+    rounds: int
+    model: GPTConfig = MODEL
+
+    @property
+    def name(self) -> str:
+        link = self.rate or "unshaped"
+        return f"{self.nodes}x{self.each} {link} {self.around} {self.tokens} tokens"
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.each
+
+
+LINKS = (None, "1gbit", "200mbit")
+CASES = (
+    *(Case(4, 1, rate, "FSDP2", 1024, SHARDED, 5) for rate in LINKS),
+    *(Case(4, 1, rate, "FSDP2", 128, MAIN, 10) for rate in LINKS[:2]),
+    *(Case(4, 1, rate, "FSDP2", 8192, MAIN, 3) for rate in LINKS[1:]),
+    *(Case(4, 1, rate, "DDP", 1024, REPLICATED, 5) for rate in LINKS),
+    *(Case(2, 2, rate, around, 1024, MAIN, 5) for around in ("FSDP2", "HSDP") for rate in LINKS),
+    *(Case(n, each, "1gbit", "FSDP2", 1024, MAIN, 5) for n, each in ((1, 1), (2, 1), (4, 2))),
+)
+
+
+# ---- contenders ----------------------------------------------------------------------------
+
+
+class Trained:
+    """A model with its optimizers, which trains on the demo's text."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        batch: Callable[[int], tuple[Tensor, Tensor]],
+        own: dmuon.Ownership | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.own, self._batch = model, optimizers, own, batch
+        self.steps, self.loss = 0, 0.0
+        self.link: list[float] = []  # bytes out of a node, a number per turn
+        self.compute()
+
+    def compute(self) -> None:
+        """Forward and backward on the next batch."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = demo.next_byte_loss(self.model, *self._batch(self.steps))
+        loss.backward()
+        self.steps += 1
+        self.loss = loss.item()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def turn(self, nodes: Nodes) -> Laps:
+        """Milliseconds of `step` with the next forward and backward; of each."""
+        before = nodes.link_bytes()
+        found = over_ranks(self.step, self.compute)
+        self.link.append(_sent(before, nodes.link_bytes()))
+        return found
+
+    def sent_bytes(self) -> int:
+        """What the optimizer of the matrices sent in the last step."""
+        if self.own is not None:
+            return sum(self.optimizers[0].stats()["bytes"].values())
+        return sum(getattr(optimizer, "sent_bytes", 0) for optimizer in self.optimizers)
+
+
+def _sent(before: LinkBytes, after: LinkBytes) -> float:
+    return statistics.fmean(b[0] - a[0] for a, b in zip(before, after, strict=True))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """What dmuon's rules give to Muon: the weights of the blocks."""
+    return [p for name, p in model.named_parameters() if ".blocks." in f".{name}" and p.ndim == 2]
+
+
+def adamw(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """As dmuon updates what is not a matrix."""
+    return torch.optim.AdamW(params, betas=(0.9, 0.95), fused=True, **MUON)
+
+
+def trained(case: Case, name: str, mesh: DeviceMesh, dtype: torch.dtype) -> Trained:
+    """A contender of ``case``, from the weights that all of them begin with."""
+    torch.manual_seed(0)
+    model: Any = GPT(case.model)
+    text, rank = demo.load_standard_library(), dist.get_rank()
+    context = case.model.context
+    how = {"sequences": case.tokens // context, "context": context, "seed": 0}
+    batch = partial(text.training_batch, rank=rank, **how)
+    muon = MUON | {"ns_coefficients": "quintic", "ns_dtype": dtype}
+    own = options = None
+    if name == "dmuon dedicated":
+        own = dmuon.dedicate_params(model, mesh, layout="dedicated")
+    ignored = set() if own is None else own.dedicated_params
+    if case.around != "DDP":
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, ignored_params=ignored)
+    elif name == "dmuon reduced to owner" or own is not None:
+        options = dmuon.ReplicatedOptions(reduce_to_owner=True)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if name.startswith("dmuon"):
+        muon["publish"] = "async" if name == "dmuon async" else "sync"
+        muon["period"] = PERIODS.get(name, 1)
+        if own is None:
+            own = dmuon.dedicate_params(model, options=options)
+        return Trained(model, [dmuon.Muon(model, **muon)], batch, own)
+    if name == "AdamW":
+        return Trained(model, [adamw(list(model.parameters()))], batch)
+    mine = matrices(model)
+    rest = [p for p in model.parameters() if all(p is not q for q in mine)]
+    if name == "torch.optim.Muon":
+        first: Any = torch.optim.Muon(mine, adjust_lr_fn="match_rms_adamw", **MUON)
+    else:
+        kind = SHARDED_BASELINES.get(name, baselines.RoundRobin)
+        first = kind(mine, ns_dtype=dtype, **MUON)
+    return Trained(model, [first, adamw(rest)], batch)
+
+
+def floor(model: GPTConfig, dtype: torch.dtype, cores: int) -> Laps:
+    """One pass over all matrices on rank 0 while the others wait, divided by the cores."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [p.shape for p in matrices(GPT(model))] if dist.get_rank() == 0 else []
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def one_pass() -> None:
+        for x in inputs:
+            baselines.zeropower(x, dtype)
+
+    return (over_ranks(one_pass)[0] / min(dist.get_world_size(), cores),)
+
+
+# ---- a case --------------------------------------------------------------------------------
+
+
+def in_the_long_run(name: str, values: Mapping[str, Sequence[float]]) -> float:
+    """Per step: the median over the rounds; with a period, those of full and of block steps as the
+    period mixes them.
+
+    Full steps are those of P = 1 and 5, block steps those of P = 5 and infinity: so there are
+    enough of each in few rounds.
+    """
+    if name not in PERIODS:
+        return statistics.median(values[name])
+    full, block = list(values["dmuon"]), list(values["dmuon P=inf"])
+    for step, value in enumerate(values["dmuon P=5"], start=WARM_UP):
+        (block if step % 5 else full).append(value)
+    share = 1 / PERIODS[name]
+    return share * statistics.median(full) + (1 - share) * statistics.median(block)
+
+
+def work(rank: int, nodes: Nodes, case: Case, cores: int) -> list[Row]:
+    """All contenders of a case, on each rank."""
+    warnings.filterwarnings("ignore", "dmuon: the default process group waits")
+    dtype = devices.of("cpu").ns_dtype()
+    shape = (case.nodes, case.each) if case.around == "HSDP" else (case.world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    field = {name: trained(case, name, mesh, dtype) for name in case.contenders}
+    turns: dict[str, Callable[[], Laps]] = {"floor": partial(floor, case.model, dtype, cores)}
+    turns |= {name: partial(one.turn, nodes) for name, one in field.items()}
+    times = take_turns(turns, case.rounds, warm_up=WARM_UP)
+    counts = [[float(one.sent_bytes()), one.loss] for one in field.values()]
+    mean = torch.tensor(counts, dtype=torch.float64)
+    dist.all_reduce(mean)
+    found = dict(zip(field, (mean / case.world).tolist(), strict=True))
+    rows = rows_of(case, times, {name: one.link[WARM_UP:] for name, one in field.items()})
+    for row in rows:
+        if row["optimizer"] in field:
+            sent, loss = found[row["optimizer"]]
+            row |= {"bytes": round(sent), "loss": loss, "steps": field[row["optimizer"]].steps}
+    return rows
+
+
+def rows_of(case: Case, times: Times, link: Mapping[str, Sequence[float]]) -> list[Row]:
+    """A row per contender, and per period that can be mixed from them."""
+    totals = {name: [t[0] for t in turns] for name, turns in times.items() if name != "floor"}
+    steps = {name: [turn[1] for turn in times[name]] for name in totals}
+    others = [name for name in REFERENCES if name in totals]
+    within = {
+        other: {name: list(map(truediv, mine, totals[other])) for name, mine in totals.items()}
+        for other in others
+    }
+    names = [*totals, *(p for p in PERIODS if p not in totals and "dmuon P=5" in totals)]
+    rows = []
+    for name in names:
+        row: Row = {"set": case.name, "optimizer": name, "layout": case.around, "world": case.world}
+        if name in totals:
+            row = timed_row(case.name, name, case.around, case.world, totals[name])
+        row |= {"nodes": case.nodes, "ranks_per_node": case.each, "rate": case.rate}
+        row |= {"tokens": case.tokens, "mean_ms": in_the_long_run(name, totals)}
+        row |= {"step_ms": in_the_long_run(name, steps)}
+        row["tokens_per_s"] = 1e3 * case.tokens * case.world / row["mean_ms"]
+        row["floor_ms"] = statistics.median(lap[0] for lap in times["floor"])
+        row |= {f"over_{other}": in_the_long_run(name, within[other]) for other in others}
+        rows.append(row | {"link_bytes": round(in_the_long_run(name, link))})
+    return rows
+
+
+def measure(case: Case, cores: int) -> list[Row]:
+    with emulated(case.nodes, case.rate) as nodes:
+        return nodes.on_ranks(case.each, work, nodes, case, cores)
+
+
+def line(row: Row) -> str:
+    """A row in words."""
+    return (
+        f"{row['set']:36} {row['optimizer']:22} {row['mean_ms']:7.0f} ms, "
+        f"step {row['step_ms']:6.0f} (floor {row['floor_ms']:.0f}), "
+        f"{row['tokens_per_s']:7.0f} tokens/s, x AdamW {row['over_AdamW']:.2f}, "
+        f"link {row['link_bytes'] / 1e6:.1f} MB, loss {row.get('loss', math.nan):.4f}"
+    )
+
+
+def main() -> None:
+    parser = command(__doc__)
+    row_options(parser, device="cpu")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
+    args = parser.parse_args()
+    rows = Rows.of(args)
+    cores = len(os.sched_getaffinity(0))
+
+    def attempt(case: Case) -> None:
+        found = measure(case, cores)
+        show(found, line)
+        for row in found:
+            rows.add(row)
+
+    for case in CASES:
+        if args.only in case.name:
+            given = case if args.rounds is None else Case(**{**vars(case), "rounds": args.rounds})
+            rows.attempt(case.name, partial(attempt, given))
+
+
+if __name__ == "__main__":
+    main()

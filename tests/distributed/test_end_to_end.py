@@ -1,0 +1,72 @@
+"""The benchmark of whole trainings on nodes: who takes part trains alike, and its means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.demo import GPTConfig
+from benchmarks.end_to_end import (
+    MAIN,
+    REPLICATED,
+    SHARDED,
+    Case,
+    in_the_long_run,
+    measure,
+    rows_of,
+)
+from benchmarks.nodes import why_not
+
+REASON = why_not()
+TINY = GPTConfig(width=32, heads=2, hidden=64, depth=2, context=32)
+CASES = (
+    Case(2, 1, "1gbit", "FSDP2", 64, SHARDED, 2, TINY),
+    Case(2, 1, None, "DDP", 64, REPLICATED, 2, TINY),
+    Case(2, 2, None, "HSDP", 64, ("AdamW", "dmuon", "dmuon P=5", "dmuon P=inf"), 2, TINY),
+)
+
+
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+@pytest.mark.parametrize("case", CASES, ids=[case.around for case in CASES])
+def test_all_that_are_muon_train_alike(case: Case) -> None:
+    rows = {row["optimizer"]: row for row in measure(case, cores=2)}
+    assert set(case.contenders) <= set(rows)
+    ours = rows["dmuon"]["loss"]
+    assert 0 < ours < math.log(256)
+    for name, row in rows.items():
+        assert row["link_bytes"] > 0 and row["step_ms"] < row["mean_ms"], name
+        if "P=" not in name and name != "AdamW":  # bfloat16 where the CPU has it
+            assert row["loss"] == pytest.approx(ours, rel=3e-4), name
+    assert abs(rows["AdamW"]["loss"] - ours) > 3e-3 * ours
+    if case.around == "FSDP2":  # half of 2 x two bytes an element there, and as much back
+        elements = TINY.depth * (4 * 32 * 32 + 3 * 32 * 64)
+        itemsize = rows["gather-then-compute"]["bytes"] / (elements / 2)
+        assert rows["dmuon"]["bytes"] == pytest.approx(elements / 2 * itemsize, rel=0.2)
+        assert rows["dmuon P=inf"]["link_bytes"] < rows["dmuon"]["link_bytes"]
+
+
+def test_means_with_a_period_mix_full_and_block_steps() -> None:
+    # Steps 2 to 6 of P = 5: the fourth is full.
+    values = {"dmuon": [10.0, 10.0], "dmuon P=5": [1.0, 1.0, 1.0, 10.0, 1.0], "dmuon P=inf": [1.0]}
+    assert in_the_long_run("dmuon", values) == 10.0
+    assert in_the_long_run("dmuon P=5", values) == pytest.approx((10 + 4 * 1) / 5)
+    assert in_the_long_run("dmuon P=20", values) == pytest.approx((10 + 19 * 1) / 20)
+    assert in_the_long_run("dmuon P=inf", values) == 1.0
+    values["dmuon P=5"][3] = 1.0  # a full step that costs what a block step does
+    assert in_the_long_run("dmuon P=2", values) == pytest.approx((10 + 1) / 2)
+
+
+def test_rows_hold_ratios_within_a_round() -> None:
+    case = replace(CASES[0], contenders=MAIN, tokens=1024)
+    laps = {"AdamW": [2.0, 20.0], "gather-then-compute": [8.0, 80.0], "dmuon": [4.0, 40.0]}
+    laps |= {"dmuon P=5": [3.0, 30.0], "dmuon P=inf": [3.0, 30.0]}
+    times = {name: [(t, t / 2, t / 2) for t in mine] for name, mine in laps.items()}
+    rows = rows_of(case, times | {"floor": [(1.0,), (1.0,)]}, {name: [7.0] for name in laps})
+    of = {row["optimizer"]: row for row in rows}
+    assert set(of) == {*MAIN, "dmuon P=2", "dmuon P=20"}
+    assert of["dmuon"]["over_AdamW"] == 2.0 and of["dmuon"]["over_gather-then-compute"] == 0.5
+    assert of["dmuon"]["tokens_per_s"] == pytest.approx(1e3 * 2 * 1024 / 22)
+    assert of["dmuon P=2"]["over_AdamW"] == pytest.approx((2 + 1.5) / 2)
+    assert of["dmuon"]["link_bytes"] == 7 and of["dmuon"]["floor_ms"] == 1.0
