@@ -35,7 +35,7 @@ import dmuon
 from benchmarks import baselines
 from benchmarks.demo import GPT, GPTConfig, demo
 from benchmarks.nodes import LinkBytes, Nodes, emulated
-from benchmarks.results import Row, Rows, command, row_options, show
+from benchmarks.results import Row, Rows, command, read_rows, row_options, show, table
 from benchmarks.timing import Laps, Times, over_ranks, take_turns, timed_row
 from dmuon import devices
 
@@ -276,6 +276,106 @@ def measure(case: Case, cores: int) -> list[Row]:
         return nodes.on_ranks(case.each, work, nodes, case, cores)
 
 
+# ---- tables --------------------------------------------------------------------------------
+
+Cases = dict[str, dict[str, Row]]
+"""Rows by their case's name and their optimizer."""
+
+
+def _cases(rows: Sequence[Row], **wanted: Any) -> Cases:
+    """Those whose rows have these values."""
+    found: Cases = {}
+    for row in rows:
+        if "optimizer" in row and all(row[key] == value for key, value in wanted.items()):
+            found.setdefault(row["set"], {})[row["optimizer"]] = row
+    return found
+
+
+def _link(row: Row) -> str:
+    return {None: "unshaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}[row["rate"]]
+
+
+def _steps(cases: Cases, title: Callable[[Row], str]) -> str:
+    """Of each case: a training step relative to AdamW's, in seconds; `step` in ms; MB on a link."""
+    firsts = [next(iter(case.values())) for case in cases.values()]
+    headings = [f"{title(row)}: x AdamW (s)" for row in firsts]
+    headings += [f"{title(row)}: `step` ms" for row in firsts]
+    headings += [f"{title(row)}: MB" for row in firsts]
+    names = list(dict.fromkeys(name for case in cases.values() for name in case))
+    lines = []
+    for name in names:
+        found = [case.get(name) for case in cases.values()]
+        cells = [r and f"{r['over_AdamW']:.2f} ({r['mean_ms'] / 1e3:.1f})" for r in found]
+        cells += [r and f"{r['step_ms']:.0f}" for r in found]
+        cells += [r and f"{r['link_bytes'] / 1e6:.0f}" for r in found]
+        lines.append((_named(name), *cells))
+    return table(("", *headings), lines)
+
+
+def _named(name: str) -> str:
+    return f"**{name}**" if name == "dmuon" else name.replace("inf", "∞")
+
+
+def _floors(rows: Sequence[Row]) -> str:
+    """What dmuon takes more than AdamW, in units of the arithmetic that cannot be avoided."""
+    lines = []
+    for name, case in _cases(rows).items():
+        for ours in ("dmuon", "dmuon P=5"):
+            if ours in case and "AdamW" in case:
+                mine, theirs = case[ours], case["AdamW"]
+                floor_ms = mine["floor_ms"]
+                more = {key: mine[key] - theirs[key] for key in ("mean_ms", "step_ms")}
+                cells = [f"{value:.0f} ({value / floor_ms:.2f})" for value in more.values()]
+                whole = f"{floor_ms / theirs['mean_ms']:.0%}"
+                lines.append((name, ours, f"{floor_ms:.0f}", whole, *cells))
+    headings = ("case", "", "floor ms", "of AdamW's step", "more per training step: ms (x floor)",
+                "more in `step`: ms (x floor)")  # fmt: skip
+    return table(headings, lines, left=2)
+
+
+def _periods(rows: Sequence[Row]) -> str:
+    """What each period takes more than AdamW, and how much of infinity's gain it has."""
+    lines = []
+    for name, case in _cases(rows).items():
+        if "dmuon P=5" in case:
+            more = {n: case[n]["over_AdamW"] - 1 for n in ("dmuon", *PERIODS)}
+            gain = more["dmuon"] - more["dmuon P=inf"]
+            share = (more["dmuon"] - more["dmuon P=5"]) / gain if gain > 0 else math.nan
+            lines.append(
+                (name, *(f"{100 * value:.0f}%" for value in more.values()), f"{share:.0%}")
+            )
+    headings = ("more than AdamW", "P = 1", "2", "5", "20", "∞", "P = 5 has of ∞'s gain")
+    return table(headings, lines)
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Markdown by name, for docs/evidence.md."""
+    one_a_node = {"nodes": 4, "ranks_per_node": 1, "layout": "FSDP2"}
+    pairs = {"nodes": 2, "ranks_per_node": 2}
+    few = [row for row in rows if row.get("tokens") != 1024]
+    at_1g = [r for r in rows if r.get("rate") == "1gbit" and r["tokens"] == 1024]
+    scaled = sorted(_cases(at_1g, layout="FSDP2").items(), key=lambda item: _first(item)["world"])
+    return {
+        "links": _steps(_cases(rows, tokens=1024, **one_a_node), _link),
+        "tokens": _steps(_cases(few), lambda row: f"{row['tokens']}, {_link(row)}"),
+        "ddp": _steps(_cases(rows, layout="DDP"), _link),
+        "replicas": _steps(_cases(rows, **pairs), lambda row: f"{row['layout']}, {_link(row)}"),
+        "ranks": _steps(
+            {name: case for name, case in scaled if "2x2" not in name},
+            lambda row: f"{row['nodes']} x {row['ranks_per_node']}",
+        ),
+        "floors": _floors(rows),
+        "periods": _periods(rows),
+    }
+
+
+def _first(item: tuple[str, dict[str, Row]]) -> Row:
+    return next(iter(item[1].values()))
+
+
+# ---- the command ---------------------------------------------------------------------------
+
+
 def line(row: Row) -> str:
     """A row in words."""
     return (
@@ -291,7 +391,11 @@ def main() -> None:
     row_options(parser, device="cpu")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
+    parser.add_argument("--tables", metavar="JSON", help="print the tables of a file and stop")
     args = parser.parse_args()
+    if args.tables:
+        print(*tables(read_rows(args.tables)).values(), sep="\n\n")
+        return
     rows = Rows.of(args)
     cores = len(os.sched_getaffinity(0))
 
