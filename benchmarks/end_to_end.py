@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks import baselines
-from benchmarks.demo import GPT, GPTConfig, demo
+from benchmarks.demo import COLORS, GPT, GPTConfig, demo
 from benchmarks.nodes import LinkBytes, Nodes, emulated
-from benchmarks.results import Row, Rows, command, read_rows, row_options, show, table
+from benchmarks.results import Row, Rows, command, picture, read_rows, row_options, show, table
 from benchmarks.timing import Laps, Times, over_ranks, take_turns, timed_row
 from dmuon import devices
 
@@ -373,6 +373,26 @@ def _first(item: tuple[str, dict[str, Row]]) -> Row:
     return next(iter(item[1].values()))
 
 
+SHOWN = {"gather-then-compute": "#9ca3af", "same-shape buckets": "#c4b5fd",
+         "Parallel Muon": "#8b5cf6", "dmuon": COLORS["dmuon"], "dmuon P=5": "#38bdf8",
+         "dmuon P=inf": "#bae6fd"}  # fmt: skip
+
+
+def draw(rows: Sequence[Row], path: str) -> None:
+    """What each optimizer adds to AdamW's training step, in percent, by link."""
+    cases = _cases(rows, nodes=4, ranks_per_node=1, layout="FSDP2", tokens=1024)
+    with picture(path, 1, 1, (8.3, 3.6)) as (_, axes):
+        for place, (name, color) in enumerate(SHOWN.items()):
+            more = [100 * (case[name]["over_AdamW"] - 1) for case in cases.values()]
+            at = [k + (place - 2.5) * 0.14 for k in range(len(more))]
+            bars = axes.bar(at, more, 0.13, color=color, label=_named(name).strip("*"))
+            axes.bar_label(bars, [f"{value:.0f}" for value in more], padding=1, fontsize=8)
+        axes.set_xticks(range(len(cases)), [_link(_first(item)) for item in cases.items()])
+        axes.set_ylabel("more than AdamW's step, %")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8.5)
+
+
 # ---- the command ---------------------------------------------------------------------------
 
 
@@ -391,10 +411,14 @@ def main() -> None:
     row_options(parser, device="cpu")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
+    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
     parser.add_argument("--tables", metavar="JSON", help="print the tables of a file and stop")
     args = parser.parse_args()
     if args.tables:
         print(*tables(read_rows(args.tables)).values(), sep="\n\n")
+        return
+    if args.picture:
+        draw(read_rows(args.picture[1]), args.picture[0])
         return
     rows = Rows.of(args)
     cores = len(os.sched_getaffinity(0))
