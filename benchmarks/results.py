@@ -28,7 +28,7 @@ Facts = dict[str, dict[str, Any]]
 
 
 def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
-    """``{"machine", "versions", "rows"}``, with further facts of the first two."""
+    """``{"machine", "versions", "date", "rows"}``, with further facts of the first two."""
     cpu = devices.of("cpu").name().split(", ")[0]
     machine = {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
     versions = {
@@ -38,7 +38,8 @@ def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
     }
     more = facts or {"machine": {}, "versions": {}}
     found: dict[str, Any] = {"machine": machine | more["machine"]}
-    return found | {"versions": versions | more["versions"], "rows": list(rows)}
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return found | {"versions": versions | more["versions"], "date": date, "rows": list(rows)}
 
 
 def gpu_facts(device: torch.device) -> Facts:
@@ -258,9 +259,8 @@ class Rows:
             os._exit(LOST)
 
     def document(self) -> dict[str, Any]:
-        """What is in the file: rows, facts, the date, and what is being measured."""
+        """What is in the file: rows, facts, and what is being measured."""
         found = document(self.rows, self.facts)
-        found["date"] = time.strftime("%Y-%m-%d", time.gmtime())
         found["left_out"] = [row["name"] for row in self.rows if row.get("left_out") == NO_TIME]
         found["seconds"] = round(time.monotonic() - self._begin, 1)
         return found | {"running": self._running}
