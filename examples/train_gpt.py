@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, GPTConfig
-from _progress import StepTimer, Ticker
-from _results import Run, machine, plot_losses, results_table, versions, write_json
+from _progress import Ticker, Timer
+from _results import (
+    Run,
+    at_equal_time,
+    machine,
+    plot_losses,
+    results_table,
+    versions,
+    write_json,
+)
 from _text import Text, load_standard_library
 from rich.console import Console
 from torch import Tensor, nn
@@ -179,30 +187,28 @@ def train(
     """Train for `--steps` and write the measurements into `run`, the same on every rank."""
     steps = job.arguments.steps
     schedule = LambdaLR(opt, lambda step: warmup_then_cosine(step, steps))
-    timer = StepTimer(job.ranks.device)
+    training, stepping = Timer(job.ranks.device), Timer(job.ranks.device)
     ticker = Ticker(job.console, run.name, steps=steps, tokens_per_step=job.tokens_per_step)
     losses: list[Tensor] = []
     with ticker:
         for first, last in stretches(steps):
-            started = time.perf_counter()
             for step in range(first, last):
-                loss = next_byte_loss(model, *job.training_batch(step))
-                loss.backward()
-                clip_gradients()
-                with timer:
-                    opt.step()
-                opt.zero_grad()
-                schedule.step()
+                with training:
+                    loss = next_byte_loss(model, *job.training_batch(step))
+                    loss.backward()
+                    clip_gradients()
+                    with stepping:
+                        opt.step()
+                    opt.zero_grad()
+                    schedule.step()
 
                 losses.append(loss.detach())
-                ticker.tick(losses, run.seconds + time.perf_counter() - started)
-            synchronize(job.ranks.device)
-            run.seconds += time.perf_counter() - started
+                ticker.tick(losses, training)
             run.validation.append((last, validation_loss(job, model)))
     run.tokens = len(losses) * job.tokens_per_step
     run.losses = job.ranks.mean(torch.stack(losses).tolist())
-    run.step_ms = job.ranks.slowest(timer.milliseconds())
-    [run.seconds] = job.ranks.slowest([run.seconds])
+    run.step_ms = job.ranks.slowest(stepping.milliseconds())
+    run.elapsed = job.ranks.slowest([ms / 1e3 for ms in accumulate(training.milliseconds())])
 
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -235,11 +241,6 @@ def validation_loss(job: Job, model: nn.Module) -> float:
     model.train()
     [loss] = job.ranks.mean([total / windows])
     return loss
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -357,6 +358,8 @@ def main() -> None:
             "Default learning rates are the best of a sweep (noted in examples/train_gpt.py); "
             "step() of dmuon includes Newton-Schulz."
         )
+        if len(runs) > 1:
+            job.say(at_equal_time(*runs))
         if ranks.rank == 0:
             save(job, runs, report)
 
