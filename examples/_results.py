@@ -32,7 +32,7 @@ class Run:
     losses: list[float] = field(default_factory=list)  # one per step
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     step_ms: list[float] = field(default_factory=list)  # `optimizer.step()` on the slowest rank
-    # Seconds of training, without validation, at the end of each step on the slowest rank.
+    # Seconds of training at the end of each step: what each took on its slowest rank, added up.
     elapsed: list[float] = field(default_factory=list)
     tokens: int = 0
 
@@ -124,17 +124,14 @@ def at_equal_time(first: Run, second: Run) -> str:
         verdict = f"equal within {EQUAL}"
     else:
         verdict = f"{best} is ahead by {gap:.3f}"
-    text = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-    text = (
-        f"At equal time ({at:.1f} s, when {quicker.name} ended): validation loss {text}: {verdict}."
-    )
+    known = (f"{name} {'unknown' if x != x else f'{x:.4f}'}" for name, x in losses.items())
+    line = f"At equal time ({at:.1f} s, when {quicker.name} ended): validation loss "
+    line += f"{', '.join(known)}: {verdict}."
     done, steps = sum(moment <= at for moment in slower.elapsed), len(slower.losses)
     if done < steps:
-        text += (
-            f" {slower.name} was at step {done} of {steps}, its learning rate still falling,"
-            " which counts against it."
-        )
-    return text
+        line += f" {slower.name} was at step {done} of {steps}, its learning-rate schedule"
+        line += " unfinished, which counts against it."
+    return line
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -224,8 +221,15 @@ def _mark_equal_time(axes: Any, runs: list[Run]) -> None:
     for run in runs:
         loss, color = run.validation_at(at), COLORS.get(run.name)
         axes.plot(at, loss, "D", color="white", markeredgecolor=color, markersize=7, zorder=4)
-        axes.annotate(f"{loss:.3f}", (at, loss), (-8, 6), textcoords="offset points", ha="right",
-                      color=color)  # fmt: skip
+        axes.annotate(
+            f"{loss:.3f}",
+            (at, loss),
+            (-8, 7),
+            textcoords="offset points",
+            ha="right",
+            color=color,
+            bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
+        )
 
 
 def _moving_mean(values: list[float]) -> NDArray[np.float64]:
