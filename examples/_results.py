@@ -224,9 +224,9 @@ def _mark_equal_time(axes: Any, runs: list[Run]) -> None:
         axes.annotate(
             f"{loss:.3f}",
             (at, loss),
-            (-8, 7),
+            (0, 8),
             textcoords="offset points",
-            ha="right",
+            ha="center",
             color=color,
             bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
         )
@@ -245,6 +245,7 @@ def _moving_mean(values: list[float]) -> NDArray[np.float64]:
 def _loss_limits(runs: list[Run]) -> tuple[float, float]:
     """Limits without the first fall from log(vocabulary), which would flatten the rest."""
     after_fall = [loss for run in runs for loss in run.losses[len(run.losses) // 15 :]]
-    low, high = min(after_fall), max(after_fall)
+    finite = list(filter(math.isfinite, after_fall))
+    low, high = min(finite), max(finite)
     margin = 0.05 * (high - low)
     return low - margin, high + margin

@@ -165,11 +165,12 @@ def test_who_is_ahead_where_dmuon_is_quicker_or_nothing_is_known():
     )
 
 
-def test_picture_of_short_runs(tmp_path):
-    for name, runs in {
-        "one step": [hand_made("dmuon", 2.0, [5.0], 1), hand_made("AdamW", 1.0, [5.1], 1)],
-        "diverged": [hand_made("dmuon", 1.0, [4.0]), hand_made("AdamW", 1.0, [math.nan])],
-    }.items():
-        path = tmp_path / f"{name}.png"
-        demo.plot_losses(path, runs, "title")
+def test_picture_of_short_and_of_diverged_runs(tmp_path):
+    short = hand_made("dmuon", 2.0, [5.0], steps=1), hand_made("AdamW", 1.0, [5.1], steps=1)
+    diverged = hand_made("dmuon", 1.0, [4.0]), hand_made("AdamW", 1.0, [math.nan])
+    short[1].losses = [5.2]
+    diverged[1].losses[:5] = [math.nan] * 5
+    for i, runs in enumerate([short, diverged]):
+        path = tmp_path / f"{i}.png"
+        demo.plot_losses(path, list(runs), "title")
         assert path.stat().st_size > 10_000
