@@ -25,9 +25,12 @@ def work(rank: int, args: Namespace) -> list[Row]:
         for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
             rates = {"lr": lr, "adamw_lr": lr}
             job = job_of(rank, steps=args.steps, seed=seed, layout="auto", **rates)
-            runs = [demo.train_with_dmuon(job, adamw_lr=adamw_lr)[0]]
+            dmuon_training, own = demo.dmuon_training(job, adamw_lr=adamw_lr)
+            trainings = [dmuon_training]
             if adamw_lr is None:
-                runs.append(demo.train_with_adamw(job))
+                trainings.append(demo.adamw_training(job))
+            runs = demo.train(job, *trainings)
+            own.close()
             for run in runs:
                 row = row_of(run, seed) | {"tokens": run.tokens}
                 rows.append(row | ({"adamw_lr": adamw_lr} if adamw_lr else {}))

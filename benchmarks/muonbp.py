@@ -28,10 +28,12 @@ def work(rank: int, args: Namespace) -> list[Row]:
         job = job_of(rank, steps=args.steps, seed=seed, layout="sharded", **rates)
         for period, sizes in kinds:
             if period is None:
-                run = demo.train_with_adamw(job)
+                [run] = demo.train(job, demo.adamw_training(job))
             else:
                 job.arguments.period, job.arguments.block_lr_ratio = period, STEP_SIZES[sizes]
-                run, _ = demo.train_with_dmuon(job)
+                training, own = demo.dmuon_training(job)
+                [run] = demo.train(job, training)
+                own.close()
             row = row_of(run, seed) | {
                 "layout": "sharded",
                 "world": WORLD,

@@ -13,8 +13,8 @@ from torch import Tensor
 LOG_LINES = 10  # per run, if there is no terminal for a progress bar
 
 
-class StepTimer:
-    """Times `optimizer.step()`: by the clock on a CPU, by events on CUDA, without waiting."""
+class Timer:
+    """Times what is done in it: by the clock on a CPU, by events on CUDA, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -35,7 +35,7 @@ class StepTimer:
         return event
 
     def milliseconds(self) -> list[float]:
-        """One number per step; on CUDA only after a synchronization."""
+        """One number each time; on CUDA only after a synchronization."""
         spans = zip(self._starts, self._ends, strict=True)
         if self._cuda:
             return [start.elapsed_time(end) for start, end in spans]
@@ -43,15 +43,16 @@ class StepTimer:
 
 
 class Ticker:
-    """On rank 0, a progress bar on a terminal or a few plain lines in a log."""
+    """On rank 0, a progress bar per run on a terminal or a few plain lines in a log."""
 
-    def __init__(self, console: Console, name: str, *, steps: int, tokens_per_step: int) -> None:
-        self._console, self._name = console, name
-        self._steps, self._tokens_per_step = steps, tokens_per_step
+    def __init__(
+        self, console: Console, names: list[str], steps: int, *, tokens_per_step: int
+    ) -> None:
+        self._console, self._steps, self._tokens_per_step = console, steps, tokens_per_step
         self._live = console.is_terminal and not console.quiet
         # Reading a loss waits for the device, so not every step does it.
         self._every = max(1, self._steps // (100 if self._live else LOG_LINES))
-        self._shown, self._shown_at = 0, 0.0
+        self._shown = dict.fromkeys(names, 0)
         self._bar = Progress(
             TextColumn("{task.description:<5}"),
             BarColumn(),
@@ -61,7 +62,7 @@ class Ticker:
             console=console,
             disable=not self._live,
         )
-        self._task = self._bar.add_task(name, total=steps, figures="")
+        self._tasks = {name: self._bar.add_task(name, total=steps, figures="") for name in names}
 
     def __enter__(self) -> Ticker:
         self._bar.start()
@@ -70,17 +71,17 @@ class Ticker:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def tick(self, losses: list[Tensor], seconds: float) -> None:
-        """Show rank 0's mean loss and speed since the last call; `seconds` count from step 0."""
+    def tick(self, name: str, losses: list[Tensor], timer: Timer) -> None:
+        """Show rank 0's mean loss and speed since the last call; `timer` has timed every step."""
         done = len(losses)
         if self._console.quiet or (done % self._every and done != self._steps):
             return
-        loss = torch.stack(losses[self._shown :]).mean().item()
-        tokens = (done - self._shown) * self._tokens_per_step
-        rate = tokens / (seconds - self._shown_at)
-        self._shown, self._shown_at = done, seconds
+        shown, self._shown[name] = self._shown[name], done
+        loss = torch.stack(losses[shown:]).mean().item()
+        tokens = (done - shown) * self._tokens_per_step
+        rate = 1e3 * tokens / sum(timer.milliseconds()[shown:])
         figures = f"loss {loss:.3f}  {rate:>7,.0f} tokens/s"
-        self._bar.update(self._task, completed=done, figures=figures)
+        self._bar.update(self._tasks[name], completed=done, figures=figures)
         if not self._live:
-            line = f"{self._name:<5} step {done:>4}/{self._steps}  {figures}"
+            line = f"{name:<5} step {done:>4}/{self._steps}  {figures}"
             self._console.print(line, highlight=False)

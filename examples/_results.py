@@ -1,8 +1,10 @@
-"""Results of a training run of the examples: a table, a JSON file, a plot of the losses."""
+"""Results of a training run of the examples: a table, who is ahead at equal time, a JSON file, a
+plot of the losses."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,6 +20,7 @@ from rich import box
 from rich.table import Table
 
 COLORS = {"dmuon": "#1d4ed8", "AdamW": "#ea580c"}
+EQUAL = 0.01  # nats per byte: losses closer than this are called equal
 
 
 @dataclass
@@ -29,8 +32,13 @@ class Run:
     losses: list[float] = field(default_factory=list)  # one per step
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     step_ms: list[float] = field(default_factory=list)  # `optimizer.step()` on the slowest rank
+    # Seconds of training at the end of each step: what each took on its slowest rank, added up.
+    elapsed: list[float] = field(default_factory=list)
     tokens: int = 0
-    seconds: float = 0.0  # of training, without validation
+
+    @property
+    def seconds(self) -> float:
+        return self.elapsed[-1]
 
     @property
     def train_loss(self) -> float:
@@ -49,6 +57,12 @@ class Run:
     def median_step_ms(self) -> float:
         return statistics.median(self.step_ms)
 
+    def validation_at(self, seconds: float) -> float:
+        """On a straight line between the validations around that time; NaN before the first."""
+        steps, losses = zip(*self.validation, strict=True)
+        times = [self.elapsed[step - 1] for step in steps]
+        return float(np.interp(seconds, times, losses, left=math.nan))
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "optimizer": self.name,
@@ -63,7 +77,11 @@ class Run:
             "p10_step_ms": float(np.percentile(self.step_ms, 10)),
             "p90_step_ms": float(np.percentile(self.step_ms, 90)),
             "losses": self.losses,
-            "validation": [{"step": step, "loss": loss} for step, loss in self.validation],
+            "elapsed": self.elapsed,
+            "validation": [
+                {"step": step, "seconds": self.elapsed[step - 1], "loss": loss}
+                for step, loss in self.validation
+            ],
         }
 
 
@@ -87,6 +105,33 @@ def results_table(runs: list[Run], title: str) -> Table:
             f"{run.median_step_ms:.1f}",
         )
     return table
+
+
+def at_equal_time(first: Run, second: Run) -> str:
+    """Who has the lower validation loss when the quicker of two runs ends.
+
+    Validation, because training losses of one moment are of different batches. A straight line
+    lies above a curve that flattens, so it does not flatter the run that goes on.
+    """
+    quicker, slower = sorted((first, second), key=lambda run: run.seconds)
+    at = quicker.seconds
+    losses = {run.name: run.validation_at(at) for run in (first, second)}
+    best, worst = sorted(losses, key=losses.__getitem__)
+    gap = losses[worst] - losses[best]
+    if math.isnan(gap):
+        verdict = "no comparison"
+    elif gap < EQUAL:
+        verdict = f"equal within {EQUAL}"
+    else:
+        verdict = f"{best} is ahead by {gap:.3f}"
+    known = (f"{name} {'unknown' if x != x else f'{x:.4f}'}" for name, x in losses.items())
+    line = f"At equal time ({at:.1f} s, when {quicker.name} ended): validation loss "
+    line += f"{', '.join(known)}: {verdict}."
+    done, steps = sum(moment <= at for moment in slower.elapsed), len(slower.losses)
+    if done < steps:
+        line += f" {slower.name} was at step {done} of {steps}, its learning-rate schedule"
+        line += " unfinished, which counts against it."
+    return line
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -119,7 +164,8 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
 
 
 def plot_losses(path: Path, runs: list[Run], title: str) -> None:
-    """Draw every step's loss faintly, its moving mean, and the validation losses.
+    """Draw every step's loss faintly, its moving mean, and the validation losses: against steps,
+    and against seconds with the validation losses at equal time.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -129,34 +175,61 @@ def plot_losses(path: Path, runs: list[Run], title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, sharey=True, figsize=(10, 4.6), layout="constrained"
+    )
     for run in runs:
-        _draw_run(axes, run)
-    axes.set_title(title, loc="left", fontsize=12, pad=12)
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy (nats per byte)")
-    axes.set_xlim(0, max(len(run.losses) for run in runs) * 1.02)
-    axes.set_ylim(*_loss_limits(runs))
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+        _draw_run(left, run, list(range(1, len(run.losses) + 1)))
+        _draw_run(right, run, run.elapsed)
+    if len(runs) > 1:
+        _mark_equal_time(right, runs)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    left.set_xlabel("step")
+    right.set_xlabel("seconds of training")
+    left.set_ylabel("cross-entropy (nats per byte)")
+    left.set_ylim(*_loss_limits(runs))
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=166)
     pyplot.close(figure)
 
 
-def _draw_run(axes: Any, run: Run) -> None:
+def _draw_run(axes: Any, run: Run, x: list[float]) -> None:
+    """``x``: where each step is."""
     color = COLORS.get(run.name)
-    steps = np.arange(1, len(run.losses) + 1)
-    axes.plot(steps, run.losses, color=color, alpha=0.2, linewidth=0.8)
+    axes.plot(x, run.losses, color=color, alpha=0.2, linewidth=0.8)
     axes.plot(
-        steps, _moving_mean(run.losses), color=color, linewidth=1.8, label=f"{run.name}, training"
+        x, _moving_mean(run.losses), color=color, linewidth=1.8, label=f"{run.name}, training"
     )
-    at, losses = zip(*run.validation, strict=True)
+    steps, losses = zip(*run.validation, strict=True)
+    at = [x[step - 1] for step in steps]
     label = f"{run.name}, validation ({losses[-1]:.3f} at the end)"
     axes.plot(
         at, losses, "o", color=color, markeredgecolor="white", markersize=7, label=label, zorder=3
     )
+
+
+def _mark_equal_time(axes: Any, runs: list[Run]) -> None:
+    at = min(run.seconds for run in runs)
+    axes.axvline(at, color="0.4", linewidth=1, linestyle="--")
+    axes.text(at, 1, f"equal time: {at:.0f} s ", ha="right", va="top", color="0.3",
+              transform=axes.get_xaxis_transform())  # fmt: skip
+    for run in runs:
+        loss, color = run.validation_at(at), COLORS.get(run.name)
+        axes.plot(at, loss, "D", color="white", markeredgecolor=color, markersize=7, zorder=4)
+        axes.annotate(
+            f"{loss:.3f}",
+            (at, loss),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            color=color,
+            bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
+        )
 
 
 def _moving_mean(values: list[float]) -> NDArray[np.float64]:
@@ -172,6 +245,7 @@ def _moving_mean(values: list[float]) -> NDArray[np.float64]:
 def _loss_limits(runs: list[Run]) -> tuple[float, float]:
     """Limits without the first fall from log(vocabulary), which would flatten the rest."""
     after_fall = [loss for run in runs for loss in run.losses[len(run.losses) // 15 :]]
-    low, high = min(after_fall), max(after_fall)
+    finite = list(filter(math.isfinite, after_fall))
+    low, high = min(finite), max(finite)
     margin = 0.05 * (high - low)
     return low - margin, high + margin

@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node=4 examples/train_gpt.py --steps 300
     torchrun --standalone --nproc-per-node=8 examples/train_gpt.py --device cuda
 
-In both runs the model is sharded with FSDP2; with `--layout replicated` it is whole on every rank.
+Both models are sharded with FSDP2; with `--layout replicated` they are whole on every rank. They
+train by turns, a step each, so that their seconds can be compared on a machine that others use.
 Plain `python examples/train_gpt.py` runs in one process. Every rank reads different text. Only rank
 0 prints, and it writes `demo.json` and `demo.png` to `--out`. To start your own script, copy
-`train_with_dmuon` and the body of the loop in `train`.
+`dmuon_training` and `Training.step`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, GPTConfig
-from _progress import StepTimer, Ticker
-from _results import Run, machine, plot_losses, results_table, versions, write_json
+from _progress import Ticker, Timer
+from _results import (
+    Run,
+    at_equal_time,
+    machine,
+    plot_losses,
+    results_table,
+    versions,
+    write_json,
+)
 from _text import Text, load_standard_library
 from rich.console import Console
 from torch import Tensor, nn
@@ -129,9 +138,48 @@ class Job:
         return inputs.to(self.ranks.device), targets.to(self.ranks.device)
 
 
-def train_with_dmuon(
-    job: Job, *, adamw_lr: float | None = None
-) -> tuple[Run, dmuon.LoadBalanceReport]:
+@dataclass
+class Training:
+    """A model with its optimizer, trained a step at a time, and what is measured on the way."""
+
+    job: Job
+    run: Run
+    model: nn.Module
+    opt: torch.optim.Optimizer
+    clip_gradients: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        steps, device = self.job.arguments.steps, self.job.ranks.device
+        self.schedule = LambdaLR(self.opt, lambda step: warmup_then_cosine(step, steps))
+        self.clock, self.optimizer_clock = Timer(device), Timer(device)
+        self.losses: list[Tensor] = []
+
+    def step(self) -> None:
+        dist.barrier()  # no rank is still at the step of another training
+        with self.clock:
+            loss = next_byte_loss(self.model, *self.job.training_batch(len(self.losses)))
+            loss.backward()
+            self.clip_gradients()
+            with self.optimizer_clock:
+                self.opt.step()
+            self.opt.zero_grad()
+            self.schedule.step()
+        self.losses.append(loss.detach())
+
+    def validate(self) -> None:
+        self.run.validation.append((len(self.losses), validation_loss(self.job, self.model)))
+
+    def finish(self) -> Run:
+        """Write the measurements into `run`, the same on every rank."""
+        run, ranks = self.run, self.job.ranks
+        run.tokens = len(self.losses) * self.job.tokens_per_step
+        run.losses = ranks.mean(torch.stack(self.losses).tolist())
+        run.step_ms = ranks.slowest(self.optimizer_clock.milliseconds())
+        run.elapsed = list(accumulate(ms / 1e3 for ms in ranks.slowest(self.clock.milliseconds())))
+        return run
+
+
+def dmuon_training(job: Job, *, adamw_lr: float | None = None) -> tuple[Training, dmuon.Ownership]:
     """``adamw_lr``: of what goes to AdamW, None for as much as the matrices have."""
     model = job.build_model()
     if job.arguments.layout == "sharded":
@@ -148,16 +196,11 @@ def train_with_dmuon(
         block_lr_ratio=job.arguments.block_lr_ratio,
         adamw_lr=adamw_lr,
     )
-    report = own.report()
-    job.say(str(report))
-
     run = Run("dmuon", job.arguments.lr)
-    train(job, run, model, opt, lambda: dmuon.clip_grad_norm_(model, CLIP_NORM))
-    own.close()
-    return run, report
+    return Training(job, run, model, opt, lambda: dmuon.clip_grad_norm_(model, CLIP_NORM)), own
 
 
-def train_with_adamw(job: Job) -> Run:
+def adamw_training(job: Job) -> Training:
     model = job.build_model()
     sharded = job.arguments.layout == "sharded"
     wrapped = job.shard(model) if sharded else DistributedDataParallel(model)
@@ -165,44 +208,24 @@ def train_with_adamw(job: Job) -> Run:
         model.parameters(), lr=job.arguments.adamw_lr, weight_decay=WEIGHT_DECAY, fused=True
     )
     run = Run("AdamW", job.arguments.adamw_lr)
-    train(job, run, wrapped, opt, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM))
-    return run
+    return Training(
+        job, run, wrapped, opt, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    )
 
 
-def train(
-    job: Job,
-    run: Run,
-    model: nn.Module,
-    opt: torch.optim.Optimizer,
-    clip_gradients: Callable[[], object],
-) -> None:
-    """Train for `--steps` and write the measurements into `run`, the same on every rank."""
+def train(job: Job, *trainings: Training) -> list[Run]:
+    """Train for `--steps`, by turns: what else the machine does then slows all of them alike."""
     steps = job.arguments.steps
-    schedule = LambdaLR(opt, lambda step: warmup_then_cosine(step, steps))
-    timer = StepTimer(job.ranks.device)
-    ticker = Ticker(job.console, run.name, steps=steps, tokens_per_step=job.tokens_per_step)
-    losses: list[Tensor] = []
-    with ticker:
+    names = [training.run.name for training in trainings]
+    with Ticker(job.console, names, steps, tokens_per_step=job.tokens_per_step) as ticker:
         for first, last in stretches(steps):
-            started = time.perf_counter()
-            for step in range(first, last):
-                loss = next_byte_loss(model, *job.training_batch(step))
-                loss.backward()
-                clip_gradients()
-                with timer:
-                    opt.step()
-                opt.zero_grad()
-                schedule.step()
-
-                losses.append(loss.detach())
-                ticker.tick(losses, run.seconds + time.perf_counter() - started)
-            synchronize(job.ranks.device)
-            run.seconds += time.perf_counter() - started
-            run.validation.append((last, validation_loss(job, model)))
-    run.tokens = len(losses) * job.tokens_per_step
-    run.losses = job.ranks.mean(torch.stack(losses).tolist())
-    run.step_ms = job.ranks.slowest(timer.milliseconds())
-    [run.seconds] = job.ranks.slowest([run.seconds])
+            for _ in range(first, last):
+                for training in trainings:
+                    training.step()
+                    ticker.tick(training.run.name, training.losses, training.clock)
+            for training in trainings:
+                training.validate()
+    return [training.finish() for training in trainings]
 
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -235,11 +258,6 @@ def validation_loss(job: Job, model: nn.Module) -> float:
     model.train()
     [loss] = job.ranks.mean([total / windows])
     return loss
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -349,14 +367,19 @@ def main() -> None:
         job = Job(arguments, ranks, console, load_standard_library(), GPTConfig())
         job.say(f"{job.text}\n{title(job)}, {arguments.steps} steps")
 
-        run, report = train_with_dmuon(job)
-        runs = [run, train_with_adamw(job)] if arguments.compare else [run]
+        training, own = dmuon_training(job)
+        report = own.report()
+        job.say(str(report))
+        runs = train(job, training, *([adamw_training(job)] if arguments.compare else []))
+        own.close()
 
         console.print(results_table(runs, title(job)))
         job.say(
             "Default learning rates are the best of a sweep (noted in examples/train_gpt.py); "
             "step() of dmuon includes Newton-Schulz."
         )
+        if len(runs) > 1:
+            job.say(at_equal_time(*runs))
         if ranks.rank == 0:
             save(job, runs, report)
 

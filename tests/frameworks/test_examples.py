@@ -1,17 +1,23 @@
-"""The scripts of examples/frameworks run, and what they train learns."""
+"""The scripts of examples/frameworks run, and what they train learns. So does the demo, and it
+says who is ahead at equal time."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import math
 import re
 import runpy
 import sys
+import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from benchmarks.demo import demo, job_of
 from tests.distributed.harness import distributed
 from tests.frameworks import common
 
@@ -60,3 +66,111 @@ def test_example(pools, script):
 def test_all_are_run():
     scripts = {p.name for p in FOLDER.glob("*.py") if not p.name.startswith("_")}
     assert {script.split()[0] for script in RUNS} == scripts
+
+
+@distributed()
+def trains(rank, world, folder, arguments):
+    """The demo, as ``make demo`` runs it, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(common.launched(rank, world))
+        for function in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(mock.patch(f"torch.distributed.{function}"))
+        command = ["train_gpt.py", "--out", folder, *arguments]
+        stack.enter_context(mock.patch.object(sys, "argv", command))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error", UserWarning)
+        demo.main()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["compared", "alone"])
+def test_demo(pools, tmp_path, alone):
+    arguments = ["--steps", "8", *(["--no-compare"] if alone else [])]
+    given = {"folder": str(tmp_path), "arguments": arguments}
+    printed, silence = pools(2).run(__name__, "trains", given)
+    assert not silence
+    assert printed.count("At equal time") == (0 if alone else 1)
+    runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
+    assert [run["optimizer"] for run in runs] == (["dmuon"] if alone else ["dmuon", "AdamW"])
+    for run in runs:
+        elapsed = run["elapsed"]
+        assert len(elapsed) == len(run["losses"]) == 8
+        assert all(a < b for a, b in zip([0.0, *elapsed], elapsed))
+        assert run["seconds"] == elapsed[-1] > 8e-3 * run["p10_step_ms"]
+        assert [v["step"] for v in run["validation"]] == [2, 3, 4, 6, 7, 8]
+        assert [v["seconds"] for v in run["validation"]] == [elapsed[i] for i in (1, 2, 3, 5, 6, 7)]
+        assert run["losses"][-1] < 0.9 * run["losses"][0]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@distributed()
+def counts(rank, world):
+    """What the clock of a training says, on this rank, where each validation takes a second."""
+    job = job_of(rank, steps=4, seed=0, layout="sharded", adamw_lr=1e-3)
+    started = time.perf_counter()
+    with mock.patch.object(demo, "validation_loss", lambda *_: time.sleep(1)):
+        [run] = demo.train(job, demo.adamw_training(job))
+    return run.elapsed, time.perf_counter() - started
+
+
+def test_validation_takes_no_seconds_of_the_training(pools):
+    (elapsed, took), (same, _) = pools(2).run(__name__, "counts", {})
+    assert elapsed == same
+    assert elapsed[-1] < took - 3.5
+
+
+def hand_made(name, step_s, validation, steps=10):
+    """A run of steps that take as long, validated as often as there are losses."""
+    run = demo.Run(name, 1e-3, losses=[5.0 - step / 10 for step in range(steps)], tokens=steps)
+    run.elapsed = [step_s * (step + 1) for step in range(steps)]
+    run.step_ms = [1.0] * steps
+    ends = [steps * part // len(validation) for part in range(1, len(validation) + 1)]
+    run.validation = list(zip(ends, validation, strict=True))
+    return run
+
+
+# After 10 s: dmuon, by a straight line between 2.0 at 6.25 s and 1.6 at 12.5 s; and AdamW's end.
+SLOWER = "dmuon 1.7600, AdamW {}. dmuon was at step 8 of 10, its learning-rate schedule"
+SLOWER += " unfinished, which counts against it."
+AHEAD = {
+    "ahead": (1.25, 1.0, 1.9, SLOWER.format("1.9000: dmuon is ahead by 0.140")),
+    "behind": (1.25, 1.0, 1.7, SLOWER.format("1.7000: AdamW is ahead by 0.060")),
+    "equal": (1.25, 1.0, 1.765, SLOWER.format("1.7650: equal within 0.01")),
+    "diverged": (1.25, 1.0, math.nan, SLOWER.format("unknown: no comparison")),
+    "as quick": (1.0, 1.0, 1.9, "dmuon 1.6000, AdamW 1.9000: dmuon is ahead by 0.300."),
+}
+
+
+@pytest.mark.parametrize("case", AHEAD)
+def test_who_is_ahead_at_equal_time(case):
+    dmuon_s, adamw_s, adamw_loss, said = AHEAD[case]
+    runs = hand_made("dmuon", dmuon_s, [2.0, 1.6]), hand_made("AdamW", adamw_s, [3.0, adamw_loss])
+    quicker = "dmuon" if dmuon_s == adamw_s else "AdamW"
+    start = f"At equal time (10.0 s, when {quicker} ended): validation loss "
+    assert demo.at_equal_time(*runs) == start + said
+
+
+def test_who_is_ahead_where_dmuon_is_quicker_or_nothing_is_known():
+    dmuon, adamw = hand_made("dmuon", 1.0, [2.0, 1.6]), hand_made("AdamW", 2.0, [1.7, 1.5])
+    assert demo.at_equal_time(dmuon, adamw).endswith(
+        "(10.0 s, when dmuon ended): validation loss dmuon 1.6000, AdamW 1.7000: dmuon is ahead by"
+        " 0.100. AdamW was at step 5 of 10, its learning-rate schedule unfinished, which counts"
+        " against it."
+    )
+    one_step = hand_made("dmuon", 2.0, [5.0], steps=1), hand_made("AdamW", 1.0, [5.1], steps=1)
+    assert "dmuon unknown, AdamW 5.1000: no comparison. dmuon was at step 0 of 1" in (
+        demo.at_equal_time(*one_step)
+    )
+
+
+def test_picture_of_short_and_of_diverged_runs(tmp_path):
+    short = hand_made("dmuon", 2.0, [5.0], steps=1), hand_made("AdamW", 1.0, [5.1], steps=1)
+    diverged = hand_made("dmuon", 1.0, [4.0]), hand_made("AdamW", 1.0, [math.nan])
+    short[1].losses = [5.2]
+    diverged[1].losses[:5] = [math.nan] * 5
+    for i, runs in enumerate([short, diverged]):
+        path = tmp_path / f"{i}.png"
+        demo.plot_losses(path, list(runs), "title")
+        assert path.stat().st_size > 10_000
