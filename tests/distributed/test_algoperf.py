@@ -105,7 +105,7 @@ class Faulty(Form):
     """A form with another learning rate."""
 
     def init_optimizer_state(self, workload, model_params, model_state, hyperparameters, rng):
-        changed = SimpleNamespace(**vars(hyperparameters) | {"learning_rate": 0.0101})
+        changed = SimpleNamespace(**vars(hyperparameters) | {"learning_rate": 0.011})
         return super().init_optimizer_state(workload, model_params, model_state, changed, rng)
 
 
@@ -140,7 +140,7 @@ def test_compiled_models_are_looked_through(rank: int, world: int) -> None:
         trial = SimpleNamespace(**algoperf.trial(torch.float32) | {"reduce_to_owner": frugal})
         state = submission.init_optimizer_state(work, compiled, None, trial, [0, 0])
         assert submission.ddp_in(compiled) is ddp
-        assert state["optimizer"].ownership.numel() == 589_824
+        assert state["optimizer"].ownership.numel() == 614_464
 
 
 @distributed(2)
