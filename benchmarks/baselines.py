@@ -11,12 +11,14 @@
 
 All of them are Muon with the meanings of `torch.optim.Muon` and ``match_rms_adamw``, for 2-D
 parameters with a gradient, and all of them send what goes into and comes out of Newton-Schulz in
-its dtype. `sent_bytes` is what this rank sent to others in the last `step`, by formula: pieces that
-a rank keeps for itself do not count, and a broadcast counts once for each receiver.
+its dtype. Those on replicated weights also read parameters of more dims as (out, rest).
+`sent_bytes` is what this rank sent to others in the last `step`, by formula: pieces that a rank
+keeps for itself do not count, and a broadcast counts once for each receiver.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -99,9 +101,9 @@ class Baseline(Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.matrices = list(params)
-        self.lr, self.weight_decay = lr, weight_decay
+        self.weight_decay = weight_decay
         self.momentum, self.nesterov, self.ns_dtype = momentum, nesterov, ns_dtype
-        super().__init__(self.matrices, {})
+        super().__init__(self.matrices, {"lr": lr})
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.sent_bytes = 0
 
@@ -129,13 +131,14 @@ class Baseline(Optimizer):
         return (grad.lerp(buffer, self.momentum) if self.nesterov else buffer).to(self.ns_dtype)
 
     def orthogonalize(self, x: Tensor) -> Tensor:
-        return zeropower(x, self.ns_dtype)
+        return zeropower(x.flatten(1), self.ns_dtype).view(x.shape)
 
     def apply(self, p: Tensor, update: Tensor) -> None:
         """Decay and move what this rank holds of ``p``; ``update`` has the same rows."""
-        weight = local(p)
-        weight.mul_(1 - self.lr * self.weight_decay)
-        weight.add_(update, alpha=-self.lr * 0.2 * max(p.shape) ** 0.5)  # match_rms_adamw
+        weight, lr = local(p), self.param_groups[0]["lr"]
+        larger = max(p.shape[0], math.prod(p.shape[1:]))
+        weight.mul_(1 - lr * self.weight_decay)
+        weight.add_(update, alpha=-lr * 0.2 * larger**0.5)  # match_rms_adamw
 
 
 # ---- on FSDP2 ------------------------------------------------------------------------------
