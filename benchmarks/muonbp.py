@@ -214,10 +214,10 @@ def spread_of(values: Sequence[float], form: str) -> str:
     """The mean and, of several values, the lowest and the highest.
 
     >>> spread_of([1.0, 2.0, 6.0], ".1f"), spread_of([1.0], ".1f")
-    ('3.0 (1.0 to 6.0)', '1.0')
+    ('3.0 (1.0…6.0)', '1.0')
     """
     mean, ends = format(statistics.fmean(values), form), (min(values), max(values))
-    return f"{mean} ({' to '.join(format(end, form) for end in ends)})" if values[1:] else mean
+    return f"{mean} ({'…'.join(format(end, form) for end in ends)})" if values[1:] else mean
 
 
 def loss_table(rows: Sequence[Row]) -> str:
@@ -253,8 +253,9 @@ def norm_table(rows: Sequence[Row]) -> str:
         line: list[object] = [name]
         for lr in (LR, LARGE):
             mine = of(rows, lr=lr, **wanted)
-            line.append(spread_of([row["norms"][-1][1] for row in mine], ".1f") if mine else "")
-            line.append(spread_of([row["validation_loss"] for row in mine], ".3f") if mine else "")
+            losses = [row["validation_loss"] for row in mine]
+            line.append(spread_of([row["norms"][-1][1] for row in mine], ".0f") if mine else "")
+            line.append(f"{statistics.fmean(losses):.3f}" if mine else "")
         lines.append(line)
     heads = [f"{what}, {lr:g}" for lr in (LR, LARGE) for what in ("norm", "loss")]
     return table(("", *heads), lines)
@@ -280,6 +281,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     above, names = above_muon(rows), [*map(name_of, PERIODS)]
     colors = dict(zip(STEP_SIZES, ("#1d4ed8", "#ea580c"), strict=True))
     with picture(path, 2, 2, (9, 6.6), share_x="row") as (_, (upper, lower)):
+        upper[1].sharey(upper[0])
         for axes, world in zip(upper, DEGREES, strict=True):
             for sizes, color in colors.items():
                 dots = [above.get((world, name, sizes), [0.0]) for name in names]
@@ -289,7 +291,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
                     axes.scatter([name] * len(values), values, 14, color=color)
             axes.axhline(0.0, color="gray", linewidth=0.8)
             axes.set(title=f"TP {world}, lr {LR:g}", xlabel="period P (1 is Muon)")
-            axes.sharey(upper[0])
         upper[0].set_ylabel("validation loss above Muon's\n(nats a byte; dots are seeds)")
         for axes, lr in zip(lower, (LR, LARGE), strict=True):
             for name, wanted in grown().items():
