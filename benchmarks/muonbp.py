@@ -246,13 +246,12 @@ def muon_table(rows: Sequence[Row]) -> str:
 
 
 def norm_table(rows: Sequence[Row]) -> str:
-    """Norms at the end and validation losses of Muon, and of `GROWING` on the most ranks, at both
-    rates."""
+    """Norms at the end and validation losses of what is `grown`, at both rates."""
+    both = [grown(rows, lr) for lr in (LR, LARGE)]
     lines = []
-    for name, wanted in grown().items():
+    for name in both[0]:
         line: list[object] = [name]
-        for lr in (LR, LARGE):
-            mine = of(rows, lr=lr, **wanted)
+        for mine in (found[name] for found in both):
             losses = [row["validation_loss"] for row in mine]
             line.append(spread_of([row["norms"][-1][1] for row in mine], ".0f") if mine else "")
             line.append(f"{statistics.fmean(losses):.3f}" if mine else "")
@@ -261,14 +260,15 @@ def norm_table(rows: Sequence[Row]) -> str:
     return table(("", *heads), lines)
 
 
-def grown() -> dict[str, Row]:
-    """What is compared at both rates, by name."""
-    found: dict[str, Row] = {"Muon": {"world": 2, "period": 1}}
+def grown(rows: Sequence[Row], lr: float) -> dict[str, list[Row]]:
+    """By name the rows of Muon, and of `GROWING` on the most ranks; of the seeds that all have."""
+    found = {"Muon": of(rows, lr=lr, world=DEGREES[0], period=1)}
     for period, sizes in product(GROWING, STEP_SIZES):
-        named = "inf" if math.isinf(period) else period
-        wanted = {"world": DEGREES[-1], "period": named, "step_sizes": sizes}
-        found[f"P = {name_of(period)}, {sizes}"] = wanted
-    return found
+        wanted = {"period": "inf" if math.isinf(period) else period, "step_sizes": sizes}
+        mine = of(rows, lr=lr, world=DEGREES[-1], **wanted)
+        found[f"P = {name_of(period)}, {sizes}"] = mine
+    seeds = set.intersection(*({row["seed"] for row in mine} for mine in found.values()))
+    return {k: [row for row in mine if row["seed"] in seeds] for k, mine in found.items()}
 
 
 def pages(rows: Sequence[Row]) -> str:
@@ -293,12 +293,12 @@ def draw(rows: Sequence[Row], path: str) -> None:
             axes.set(title=f"TP {world}, lr {LR:g}", xlabel="period P (1 is Muon)")
         upper[0].set_ylabel("validation loss above Muon's\n(nats a byte; dots are seeds)")
         for axes, lr in zip(lower, (LR, LARGE), strict=True):
-            for name, wanted in grown().items():
-                points = [row["norms"] for row in of(rows, lr=lr, **wanted)]
+            for name, mine in grown(rows, lr).items():
+                points = [row["norms"] for row in mine]
                 steps = [step for step, _ in points[0]] if points else []
                 means = [statistics.fmean(n for _, n in at) for at in zip(*points, strict=True)]
-                color = "black" if name == "Muon" else colors[wanted["step_sizes"]]
-                style = "-" if wanted["period"] in (1, "inf") else "--"
+                color = colors.get(name.rpartition(" ")[2], "black")
+                style = "--" if name.startswith("P = 4") else "-"
                 axes.plot(steps, means, style, color=color, label=name)
             axes.set(title=f"TP {DEGREES[-1]}, lr {lr:g}", xlabel="steps")
         lower[0].set_ylabel("norm of all matrices\n(mean over seeds)")
