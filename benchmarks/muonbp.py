@@ -1,61 +1,332 @@
-"""What does MuonBP cost in loss? The demo's training with periods 1, 2, 5 and infinity.
+"""What does MuonBP cost in loss, and how do norms grow? The demo's model over periods, degrees of
+tensor parallelism (TP) and kinds of step sizes.
 
-``python -m benchmarks.muonbp --json out.json`` (docs/muonbp.md), on FSDP2 over 4 processes. Step
-sizes of a block step: ``two`` is `dmuon.Muon`'s default; ``low`` multiplies ``block_lr_ratio`` at
-the lower end that theory gives, ``1 / sqrt(blocks)``.
+``python -m benchmarks.muonbp --json out.json`` (docs/muonbp.md). In all trainings of a seed every
+rank sees the same batches and starts from the same weights, so they differ in the optimizer alone.
+Step sizes of a block step: ``two`` is `dmuon.Muon`'s default, by the dims of the block; ``tied``
+takes the learning rate of the whole matrix.
 """
 
 from __future__ import annotations
 
 import math
-from argparse import Namespace
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count, product
+from typing import Any
 
-from benchmarks.demo import demo, job_of, row_of
-from benchmarks.results import Row, command, write
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim.lr_scheduler import LambdaLR
+
+import dmuon
+from benchmarks.demo import demo
+from benchmarks.results import Row, command, picture, read_rows, table, write
 from benchmarks.timing import on_ranks
 
-WORLD = 4
-PERIODS = (1, 2, 5, math.inf)
-STEP_SIZES = {"two": None, "low": 1 / math.sqrt(WORLD)}
+CONFIG = demo.GPTConfig(heads=4)  # which 2 or 4 ranks can share
+SEQUENCES = 2  # per step, of CONFIG.context tokens
+WINDOWS = 128  # of the validation text, as many tokens each
+POINTS = 12  # of a training at which norms are noted, beside its beginning
+
+LR = 8e-3  # the demo's best; AdamW's parameters always have it
+LARGE = 3 * LR  # of the matrices
+PERIODS = (1, 2, 4, 8, 16, math.inf)
+DEGREES = (2, 4)
+STEP_SIZES = ("two", "tied")
+GROWING = (4, math.inf)  # periods that are tried at LARGE
+KEYS = ("world", "period", "step_sizes", "lr", "seed", "steps")  # what tells trainings apart
+
+RMS = 0.2  # of an update over its learning rate, `dmuon.Muon`'s default "match_rms_adamw"
 
 
-def work(rank: int, args: Namespace) -> list[Row]:
-    """AdamW, and every period with every kind of step sizes; plain Muon takes no block step."""
-    kinds = [(None, "two"), (1, "two"), *((p, s) for p in PERIODS[1:] for s in args.step_sizes)]
-    rows: list[Row] = []
-    for seed in range(args.seeds):
-        rates = {"lr": demo.LR, "adamw_lr": demo.ADAMW_LR}
-        job = job_of(rank, steps=args.steps, seed=seed, layout="sharded", **rates)
-        for period, sizes in kinds:
-            if period is None:
-                [run] = demo.train(job, demo.adamw_training(job))
-            else:
-                job.arguments.period, job.arguments.block_lr_ratio = period, STEP_SIZES[sizes]
-                training, own = demo.dmuon_training(job)
-                [run] = demo.train(job, training)
-                own.close()
-            row = row_of(run, seed) | {
-                "layout": "sharded",
-                "world": WORLD,
-                "period": "inf" if period == math.inf else period,
-                "step_sizes": sizes,
-                "validation": run.validation,
-            }
-            rows.append(row)
-            if rank == 0:
-                about = "{optimizer:6} P={period} {step_sizes} seed {seed}".format(**row)
-                losses = "validation {validation_loss:.4f}, train {train_loss:.4f}".format(**row)
-                print(f"{about}: {losses}, {run.seconds:.0f} s", flush=True)
+# ---- a training --------------------------------------------------------------------------
+
+
+def parallelize(model: demo.GPT) -> None:
+    """Cut the matrices of each block over all ranks, by heads and by hidden units."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole: dict[str, Any] = {}
+    for name, others in (("attention", 2), ("mlp", 0)):
+        layouts = (Replicate(), *[None] * others)  # so that backward sums over ranks once
+        whole[name] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+    columns = [f"attention.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    cut: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    cut |= {name: RowwiseParallel() for name in ("attention.o_proj", "mlp.down_proj")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, cut | whole)
+
+
+def groups_of(model: nn.Module) -> dict[float, list[tuple[str, nn.Parameter]]]:
+    """Named parameters by the learning rate of their matrix over that of this rank's block."""
+    found: dict[float, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        found[math.sqrt(max(p.shape) / max(local.shape))].append((name, p))
+    return found
+
+
+def optimizer(model: nn.Module, period: float, step_sizes: str, **settings: Any) -> dmuon.Muon:
+    """One param group for each of `groups_of`."""
+    ratios = groups_of(model)
+    opt = dmuon.Muon(
+        [{"params": named} for named in ratios.values()],
+        adjust_lr_fn=RMS,
+        period=period if math.isinf(period) else int(period),
+        ns_dtype=torch.float32,
+        **settings,
+    )
+    if step_sizes == "tied":
+        opt.register_step_pre_hook(partial(tie, [*ratios], period, count()))
+    return opt
+
+
+def tie(
+    ratios: Sequence[float], period: float, steps: Iterator[int], opt: dmuon.Muon, *_: Any
+) -> None:
+    """Before a step: in block steps the learning rate of a block becomes that of its matrix."""
+    step = next(steps)
+    is_full = not math.isinf(period) and step % period == 0
+    for ratio, group in zip(ratios, opt.param_groups, strict=True):
+        group["adjust_lr_fn"] = RMS if is_full else RMS * ratio
+
+
+def norm_of(model: nn.Module) -> float:
+    """The root of the sum of squares of all matrices of the blocks."""
+    total = 0.0
+    for name, p in model.named_parameters():
+        if name.startswith("blocks.") and p.ndim == 2:
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            total += whole.detach().double().square().sum().item()
+    return math.sqrt(total)
+
+
+def train(job: Row, text: Any) -> Row:
+    """The row of a training with what `KEYS` say; on one rank the model is plain, and whole."""
+    steps, sizes = job["steps"], {"context": CONFIG.context}
+    torch.manual_seed(job["seed"])
+    model = demo.GPT(CONFIG)
+    if job["world"] > 1:
+        parallelize(model)
+    settings = {"lr": job["lr"], "adamw_lr": LR, "weight_decay": demo.WEIGHT_DECAY}
+    opt = optimizer(model, float(job["period"]), job["step_sizes"], **settings)
+    own = opt.ownership
+    schedule = LambdaLR(opt, lambda step: demo.warmup_then_cosine(step, steps))
+    begin, losses, norms = time.perf_counter(), [], [(0, norm_of(model))]
+    for step in range(steps):
+        batch = text.training_batch(step, 0, sequences=SEQUENCES, seed=job["seed"], **sizes)
+        loss = demo.next_byte_loss(model, *batch)
+        loss.backward()
+        dmuon.clip_grad_norm_(model, demo.CLIP_NORM)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        if (step + 1) % math.ceil(steps / POINTS) == 0 or step + 1 == steps:
+            norms.append((step + 1, norm_of(model)))
+    with torch.no_grad():
+        windows = text.validation_batches(0, 1, sequences=8, total=WINDOWS, **sizes)
+        found = [demo.next_byte_loss(model, *batch).item() for batch in windows]
+    own.close()
+    row: Row = {"set": "MuonBP loss", "optimizer": "dmuon", "layout": own.plan.layout.value}
+    row |= job | {"tokens_per_step": SEQUENCES * CONFIG.context}
+    row |= {"validation_loss": statistics.fmean(found)}
+    row |= {"train_loss": statistics.fmean(losses[-max(1, steps // 10) :]), "norms": norms}
+    return row | {"seconds": time.perf_counter() - begin}
+
+
+def work(rank: int, jobs: list[Row], rows: list[Row], path: str | None) -> list[Row]:
+    """``rows`` and those of ``jobs``; the file at ``path`` has each as soon as it is there."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    text = demo.load_standard_library()
+    for job in jobs:
+        rows.append(train(job, text))
+        if rank == 0:
+            write(path, rows)
+            about = (
+                "TP {world}, P={period}, {step_sizes}, lr {lr:g}, seed {seed}: validation "
+                "{validation_loss:.4f}, train {train_loss:.4f}, {seconds:.0f} s"
+            )
+            print(about.format(**rows[-1]), flush=True)
     return rows
+
+
+def jobs_of(seeds: int, steps: int) -> list[Row]:
+    """All trainings, those of as many ranks one after the other within a seed."""
+    found = []
+    for seed in range(seeds):
+        # Where all steps are full the mesh changes nothing but rounding: seen with seed 0.
+        worlds = (1, *DEGREES) if seed == 0 else DEGREES[:1]
+        kinds: list[tuple[int, float, str, float]] = [
+            *product(worlds, PERIODS[:1], STEP_SIZES[:1], (LR,)),
+            *product(DEGREES, PERIODS[1:], STEP_SIZES, (LR,)),
+            *product(DEGREES[:1], PERIODS[:1], STEP_SIZES[:1], (LARGE,)),
+            *product(DEGREES[-1:], GROWING, STEP_SIZES, (LARGE,)),
+        ]
+        for world, period, sizes, lr in sorted(kinds, key=lambda kind: kind[0]):
+            named = "inf" if math.isinf(period) else period
+            values = world, named, sizes, lr, seed, steps
+            found.append(dict(zip(KEYS, values, strict=True)))
+    return found
+
+
+# ---- results -----------------------------------------------------------------------------
+
+
+def above_muon(rows: Sequence[Row]) -> dict[tuple[int, str, str], list[float]]:
+    """What each seed's validation loss is above that of Muon, at `LR`: by degree of TP, name of the
+    period, and step sizes."""
+    mine = sorted((row for row in rows if row["lr"] == LR), key=lambda row: row["seed"])
+    muon = {row["seed"]: row["validation_loss"] for row in of(mine, world=2, period=1)}
+    found = defaultdict(list)
+    for row in mine:
+        if row["period"] != 1:
+            kind = row["world"], name_of(row["period"]), row["step_sizes"]
+            found[kind].append(row["validation_loss"] - muon[row["seed"]])
+    return found
+
+
+def of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+    """The rows that say so."""
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def name_of(period: float | str) -> str:
+    """As pages and pictures call it."""
+    return "∞" if period == "inf" or period == math.inf else str(period)
+
+
+def spread_of(values: Sequence[float], form: str) -> str:
+    """The mean and, of several values, the lowest and the highest.
+
+    >>> spread_of([1.0, 2.0, 6.0], ".1f"), spread_of([1.0], ".1f")
+    ('3.0 (1.0…6.0)', '1.0')
+    """
+    mean, ends = format(statistics.fmean(values), form), (min(values), max(values))
+    return f"{mean} ({'…'.join(format(end, form) for end in ends)})" if values[1:] else mean
+
+
+def loss_table(rows: Sequence[Row]) -> str:
+    """Validation loss: that of Muon, and in thousandths what the others' is above it."""
+    kinds = list(product(DEGREES, STEP_SIZES))
+    above = above_muon(rows)
+    lines = []
+    for period in map(name_of, PERIODS[1:]):
+        cells = []
+        for world, sizes in kinds:
+            values = [1e3 * x for x in above.get((world, period, sizes), [])]
+            cells.append(spread_of(values, "+.0f") if values else "")
+        lines.append((f"P = {period}", *cells))
+    return table(("", *(f"TP {world}, {sizes}" for world, sizes in kinds)), lines)
+
+
+def muon_table(rows: Sequence[Row]) -> str:
+    """Muon's validation losses: each seed in as many processes as it was trained in."""
+    mine, worlds = of(rows, period=1, lr=LR), (1, *DEGREES)
+    lines = []
+    for seed in sorted({row["seed"] for row in mine}):
+        losses = {row["world"]: row["validation_loss"] for row in of(mine, seed=seed)}
+        cells = (f"{losses[world]:.6f}" if world in losses else "" for world in worlds)
+        lines.append((f"seed {seed}", *cells))
+    return table(("", "one process", *(f"TP {world}" for world in DEGREES)), lines)
+
+
+def norm_table(rows: Sequence[Row]) -> str:
+    """Norms at the end and validation losses of what is `grown`, at both rates."""
+    both = [grown(rows, lr) for lr in (LR, LARGE)]
+    lines = []
+    for name in both[0]:
+        line: list[object] = [name]
+        for mine in (found[name] for found in both):
+            losses = [row["validation_loss"] for row in mine]
+            line.append(spread_of([row["norms"][-1][1] for row in mine], ".0f") if mine else "")
+            line.append(f"{statistics.fmean(losses):.3f}" if mine else "")
+        lines.append(line)
+    heads = [f"{what}, {lr:g}" for lr in (LR, LARGE) for what in ("norm", "loss")]
+    return table(("", *heads), lines)
+
+
+def grown(rows: Sequence[Row], lr: float) -> dict[str, list[Row]]:
+    """By name the rows of Muon, and of `GROWING` on the most ranks; of the seeds that all have."""
+    found = {"Muon": of(rows, lr=lr, world=DEGREES[0], period=1)}
+    for period, sizes in product(GROWING, STEP_SIZES):
+        wanted = {"period": "inf" if math.isinf(period) else period, "step_sizes": sizes}
+        mine = of(rows, lr=lr, world=DEGREES[-1], **wanted)
+        found[f"P = {name_of(period)}, {sizes}"] = mine
+    seeds = set.intersection(*({row["seed"] for row in mine} for mine in found.values()))
+    return {k: [row for row in mine if row["seed"] in seeds] for k, mine in found.items()}
+
+
+def pages(rows: Sequence[Row]) -> str:
+    """All tables."""
+    return "\n\n".join(made(rows) for made in (muon_table, loss_table, norm_table))
+
+
+def draw(rows: Sequence[Row], path: str) -> None:
+    """Loss against the period, a panel a degree of TP; norms against steps, a panel a rate."""
+    above, names = above_muon(rows), [*map(name_of, PERIODS)]
+    colors = dict(zip(STEP_SIZES, ("#1d4ed8", "#ea580c"), strict=True))
+    with picture(path, 2, 2, (9, 6.6), share_x="row") as (_, (upper, lower)):
+        upper[1].sharey(upper[0])
+        for axes, world in zip(upper, DEGREES, strict=True):
+            for sizes, color in colors.items():
+                dots = [above.get((world, name, sizes), [0.0]) for name in names]
+                means = [statistics.fmean(values) for values in dots]
+                axes.plot(names, means, color=color, label=f"{sizes} step sizes")
+                for name, values in zip(names, dots, strict=True):
+                    axes.scatter([name] * len(values), values, 14, color=color)
+            axes.axhline(0.0, color="gray", linewidth=0.8)
+            axes.set(title=f"TP {world}, lr {LR:g}", xlabel="period P (1 is Muon)")
+        upper[0].set_ylabel("validation loss above Muon's\n(nats a byte; dots are seeds)")
+        for axes, lr in zip(lower, (LR, LARGE), strict=True):
+            for name, mine in grown(rows, lr).items():
+                points = [row["norms"] for row in mine]
+                steps = [step for step, _ in points[0]] if points else []
+                means = [statistics.fmean(n for _, n in at) for at in zip(*points, strict=True)]
+                color = colors.get(name.rpartition(" ")[2], "black")
+                style = "--" if name.startswith("P = 4") else "-"
+                axes.plot(steps, means, style, color=color, label=name)
+            axes.set(title=f"TP {DEGREES[-1]}, lr {lr:g}", xlabel="steps")
+        lower[0].set_ylabel("norm of all matrices\n(mean over seeds)")
+        for axes in (*upper, *lower):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
 
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--steps", type=int, default=150, help="of each training")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
-    parser.add_argument("--step-sizes", nargs="+", choices=STEP_SIZES, default=["two"])
+    parser.add_argument("--steps", type=int, default=120, help="of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
+    parser.add_argument("--resume", action="store_true", help="keep the rows in the file of --json")
+    parser.add_argument("--most", type=int, help="begin no more trainings than that")
+    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
+    parser.add_argument("--table", metavar="JSON", help="print the tables of a file")
     args = parser.parse_args()
-    write(args.json, on_ranks(WORLD, work, args))
+    if args.picture or args.table:
+        rows = read_rows(args.table or args.picture[1])
+        draw(rows, args.picture[0]) if args.picture else print(pages(rows))
+        return
+    rows = read_rows(args.json) if args.resume and os.path.exists(args.json) else []
+    done = [{key: row[key] for key in KEYS} for row in rows]
+    missing = [job for job in jobs_of(args.seeds, args.steps) if job not in done][: args.most]
+    for world in sorted({job["world"] for job in missing}):
+        mine = [job for job in missing if job["world"] == world]
+        rows = on_ranks(world, work, mine, rows, args.json)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -86,14 +86,20 @@ def command(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser
 
 
 @contextmanager
-def picture(path: str, rows: int, cols: int, size: tuple[float, float]) -> Iterator[Any]:
-    """A figure with its axes, saved to ``path`` at the end."""
+def picture(
+    path: str,
+    rows: int,
+    cols: int,
+    size: tuple[float, float],
+    share_x: Literal["all", "row"] = "all",
+) -> Iterator[Any]:
+    """A figure with its axes, saved to ``path`` at the end; which of them ``share_x``."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, cols, figsize=size, layout="constrained", sharex=True)
+    figure, axes = pyplot.subplots(rows, cols, figsize=size, layout="constrained", sharex=share_x)
     yield figure, axes
     figure.savefig(path, dpi=150)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpus, step_cost, timing
+from benchmarks import cpus, muonbp, step_cost, timing
 from benchmarks.timing import Laps, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +74,41 @@ def test_a_table_of_cpus(tmp_path, capsys):
     assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
     assert all(row["ratio"] > 0 and row["chosen_in_ms"] >= 0 for row in rows)
     assert "| 2 x 40 x 64 | float32 |" in capsys.readouterr().out
+
+
+def muonbp_rows(seeds: int) -> list[dict]:
+    """All of a sweep's rows, with losses by what they are: 2.0 + 0.1 a seed for Muon, 0.001 x
+    degree x number of the period above it, twice that where tied."""
+    rows = []
+    for job in muonbp.jobs_of(seeds, steps=24):
+        place = muonbp.PERIODS.index(float(job["period"]))
+        above = 1e-3 * job["world"] * place * (1 + (job["step_sizes"] == "tied"))
+        large = 1.0 if job["lr"] == muonbp.LARGE else 0.0
+        found = {"validation_loss": 2.0 + 0.1 * job["seed"] + above + large}
+        found["norms"] = [[0, 75.0], [24, 80.0 + job["world"] + 10 * large]]
+        rows.append(job | found)
+    return rows
+
+
+def test_tables_and_picture_of_muonbp(tmp_path, capsys, monkeypatch):
+    assert doctest.testmod(muonbp) == (0, 1)
+    rows = muonbp_rows(seeds=2)
+    kinds = [tuple(row[key] for key in muonbp.KEYS) for row in rows]
+    assert len(set(kinds)) == len(kinds) == 2 * (1 + 5 * 2 * 2 + 1 + 4) + 2
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr("sys.argv", ["muonbp", "--table", str(path)])
+    muonbp.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "| seed 0 | 2.000000 | 2.000000 | 2.000000 |" in lines
+    assert "| seed 1 |  | 2.100000 |  |" in lines
+    assert "| P = 2 | +2 (+2…+2) | +4 (+4…+4) | +4 (+4…+4) | +8 (+8…+8) |" in lines
+    assert "| P = ∞ | +10 (+10…+10) | +20 (+20…+20) | +20 (+20…+20) | +40 (+40…+40) |" in lines
+    (muon,) = (line for line in lines if line.startswith("| Muon |"))
+    assert muon.split("|")[2:4] == [" 82 (82…82) ", " 2.050 "]
+    one = muonbp_rows(seeds=1)
+    assert "| P = 2 | +2 | +4 | +4 | +8 |" in muonbp.loss_table(one)
+    assert "| P = 4 |  |  |  |  |" in muonbp.loss_table(muonbp.of(one, period=1))
+    for some in (rows, muonbp.of(rows, lr=muonbp.LR)):
+        muonbp.draw(some, str(tmp_path / "picture.png"))
+        assert (tmp_path / "picture.png").stat().st_size > 20_000
