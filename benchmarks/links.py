@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -101,23 +102,12 @@ def over_links(cluster: Nodes, action: Callable[[], Any]) -> Sent:
     return between(before, after)
 
 
-def _less(found: Iterable[Sent]) -> Sent:
-    return min(found, key=lambda sent: sum(sent[0]))
-
-
-def of_turn(cluster: Nodes, training: Training) -> Sent:
-    """Over the links in a whole turn; the less of two, since what is sent again counts twice."""
-    return _less(over_links(cluster, training.turn) for _ in range(2))
-
-
 def of_step(cluster: Nodes, training: Training) -> Sent:
-    """The same in the optimizers' step alone."""
-    found = []
-    for _ in range(2):
-        training.backward()
-        found.append(over_links(cluster, training.step))
-        training.forward()
-    return _less(found)
+    """What goes over them in the optimizers' step alone."""
+    training.backward()
+    found = over_links(cluster, training.step)
+    training.forward()
+    return found
 
 
 def crowding(
@@ -222,22 +212,17 @@ def _ranks_in_turn(plan: OwnershipPlan, batches: Sequence[int]) -> list[int]:
     return [b for _, _, b in sorted(turns)]
 
 
-def noted(training: Training, layout: str, spans: list[tuple[float, float]]) -> Callable[[], Laps]:
-    """A turn of `ask_placement`, which notes when it began and ended."""
+def noted(turn: Callable[[], Laps], spans: list[tuple[float, float]]) -> Callable[[], Laps]:
+    """The same turn, which notes when it began and ended."""
 
-    def turn() -> Laps:
-        only_step = layout == "sharded"
-        if only_step:
-            training.backward()
+    def noting() -> Laps:
         dist.barrier()
         begin = time.perf_counter()
-        found = over_ranks(training.step) if only_step else training.turn()
+        found = turn()
         spans.append((begin, time.perf_counter()))
-        if only_step:
-            training.forward()
         return found
 
-    return turn
+    return noting
 
 
 def ask_placement(case: Case, cluster: Nodes) -> list[Row]:
@@ -255,14 +240,22 @@ def ask_placement(case: Case, cluster: Nodes) -> list[Row]:
             assert own is not None
             given["plan"] = reordered(own.plan, order)
         field[order] = Training.of_muon(model, BATCH, given)
-    turns = {order: noted(field[order], layout, spans[order]) for order in ORDERS}
+    actions: dict[str, Callable[[], Any]] = {}
+    turns: dict[str, Callable[[], Laps]] = {}
+    for order, training in field.items():
+        turn: Callable[[], Laps] = training.turn
+        if layout == "sharded":  # the gradients stay
+            training.backward()
+            actions[order], turn = training.step, partial(over_ranks, training.step)
+        else:
+            actions[order] = turn
+        turns[order] = noted(turn, spans[order])
     rows, first = [], [0.0]
     for order, training, laps in in_turns(case, field, turns):
         ms = [lap[0] for lap in laps]
         first = ms if order == ORDERS[0] else first
         row = steps.row_of(SET, order, layout, ms, training)
-        count = of_step if layout == "sharded" else of_turn
-        row["link_out_bytes"], row["link_in_bytes"] = count(cluster, training)
+        row["link_out_bytes"], row["link_in_bytes"] = over_links(cluster, actions[order])
         assert training.own is not None
         plan = training.own.plan
         owners = [plan.owners[i] for i in launch_order([m.name for m in plan.specs.matrices])]
@@ -282,6 +275,8 @@ def ask_placement(case: Case, cluster: Nodes) -> list[Row]:
 
 def hsdp_field(case: Case, dtype: torch.dtype) -> dict[str, Training]:
     """Contenders on replicas that are nodes ("HSDP"), and on FSDP2 over all ranks."""
+    # The groups of a mesh wait as long as torch has it, and not as long as `timing.joined` says.
+    warnings.filterwarnings("ignore", "dmuon: the default process group waits")
     mesh = init_device_mesh("cpu", (case.nodes, case.each), mesh_dim_names=("replicate", "shard"))
     field = {}
     for name in HSDP_KINDS:
@@ -366,7 +361,7 @@ def bytes_of(dtype: torch.dtype) -> Matrices:
 
 def counted(cluster: Nodes, training: Training, theory: tuple[float, float]) -> Row:
     """What links carry in a step and in a turn; ``theory`` says what they should."""
-    step, turn = of_step(cluster, training), of_turn(cluster, training)
+    step, turn = of_step(cluster, training), over_links(cluster, training.turn)
     return {
         "link_out_bytes": turn[0],
         "link_in_bytes": turn[1],

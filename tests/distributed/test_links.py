@@ -1,0 +1,37 @@
+"""Links between two emulated nodes carry what the formulas say, and orders of owners what they
+predict."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import nodes
+from benchmarks.links import ORDERS, Case, answered
+
+REASON = nodes.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+HEADERS = 1.05  # bytes of a link over those of what is sent, at most
+
+
+def test_links_of_ddp_carry_what_the_formulas_say() -> None:
+    rows = {row["optimizer"]: row for row in answered(Case("ddp", 2, 1, "1gbit", None, 1))}
+    for name in ("AdamW, DDP", "dmuon, DDP", "round robin, DDP"):
+        row = rows[name]
+        for prefix in ("", "step_"):
+            theory = row[f"{prefix}theory_link_bytes"]
+            for way in ("out", "in"):
+                sent = row[f"{prefix}link_{way}_bytes"]
+                mean = sum(sent) / len(sent)
+                assert theory <= mean < HEADERS * theory + 100_000, (name, prefix, way)
+    assert all(row["rounds"] == 1 and row["rate"] == "1gbit" for row in rows.values())
+
+
+def test_orders_of_owners_send_alike_at_other_moments() -> None:
+    rows = answered(Case("placement", 2, 1, "1gbit", "dedicated", 2))
+    assert [row["optimizer"] for row in rows] == [*ORDERS]
+    first = rows[0]
+    for row in rows:
+        assert row["loads_ms"] == pytest.approx(first["loads_ms"])
+        assert sum(row["link_out_bytes"]) == pytest.approx(sum(first["link_out_bytes"]), rel=0.05)
+        assert "spans" not in row and 1.0 <= row["crowd_out"] <= 2.0
+    assert rows[2]["crowd_out"] > first["crowd_out"]
