@@ -1,6 +1,6 @@
 """What travels between nodes, and what does a slow link between them change?
 
-``python -m benchmarks.links --json out.json`` (docs/benchmarks.md) emulates nodes
+``python -m benchmarks.links --json out.json`` (docs/evidence.md) emulates nodes
 (`benchmarks.nodes`), so it needs root. Questions (``--ask``), each over some ``--on`` (nodes x
 ranks a node) and ``--rates`` of a node's link; contenders take turns:
 
