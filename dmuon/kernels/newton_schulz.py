@@ -27,7 +27,7 @@ from dmuon.kernels.ops import MatmulOps, SliceOps, Take
 from dmuon.tensors import normalize, normalize_
 from dmuon.types import Triple
 
-KERNEL_VERSION = 8
+KERNEL_VERSION = 9
 """Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

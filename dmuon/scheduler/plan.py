@@ -26,7 +26,7 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 FORMAT_VERSION = 11
-_BUCKETS, _LEAST_BYTES = 3, 1 << 21  # of a model with few bytes, where nothing else is asked for
+_BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
