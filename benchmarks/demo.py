@@ -15,6 +15,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_gpt as demo
+from _gpt import GPT as GPT
+from _gpt import GPTConfig as GPTConfig
 from _results import COLORS as COLORS
 from _results import Run
 
