@@ -22,14 +22,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -47,7 +46,8 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     "Parallel Muon": baselines.ParallelMuon,
     "gather-then-compute": baselines.GatherThenCompute,
 }
-NAMES = ("dmuon", *KINDS)
+BATCHES = "dmuon, batches of "
+NAMES = ("dmuon", f"{BATCHES}2", *KINDS)
 DRAWN = ("dmuon", "Parallel Muon")
 
 # ---- what happened, as spans ---------------------------------------------------------------
@@ -220,9 +220,7 @@ def profiled(step: Callable[[], Any]) -> list[Span]:
         with record_function(_STEP):
             step()
         dist.barrier()  # nothing of the step is left in gloo's threads when the profiler ends
-    events = (
-        Event(e.name, e.thread, e.time_range.start, e.time_range.end) for e in found.events()
-    )
+    events = (Event(e.name, e.thread, e.time_range.start, e.time_range.end) for e in found.events())
     return spans_of(events, dist.get_rank(), begin)
 
 
@@ -233,8 +231,11 @@ def everyones(mine: Any) -> list[Any]:
     return found
 
 
-def contender(name: str, config: GPTConfig, **options: Any) -> Optimizer:
-    """An optimizer of the matrices in the blocks of a model, which have their gradients."""
+def contender(name: str, config: GPTConfig) -> Optimizer:
+    """An optimizer of the matrices in the blocks of a model, which have their gradients.
+
+    "dmuon, batches of 2": of at most so many matrices, and so in as many buckets as that allows.
+    """
     torch.manual_seed(0)
     model = GPT(config)
     for module in (*model.blocks, model):
@@ -246,14 +247,13 @@ def contender(name: str, config: GPTConfig, **options: Any) -> Optimizer:
         baselines.local(p.grad).normal_(generator=generator)
     if name in KINDS:
         return KINDS[name](matrices)
-    sharded = dmuon.ShardedOptions(**options)
-    own = dmuon.dedicate_params(model, options=sharded)
-    optimizer = dmuon.Muon(model)
-    _kept.append((model, own))
-    return optimizer
-
-
-_kept: list[tuple[nn.Module, dmuon.Ownership]] = []  # as long as the process lives
+    plan: dict[str, Any] = {}
+    _, is_cut, most = name.partition(BATCHES)
+    if is_cut:
+        plan = {"planner": dmuon.PlannerOptions(max_batch=int(most))}
+        plan["options"] = dmuon.ShardedOptions(min_buckets=len(matrices))
+    dmuon.dedicate_params(model, **plan)
+    return dmuon.Muon(model)
 
 
 class Turn:
@@ -326,11 +326,7 @@ def work(
     if is_pinned := world <= len(cores):
         pin(cores[rank])
     rate = None if nodes is None else nodes.rate
-    turns = {}
-    for name in names:
-        kind, _, buckets = name.partition(", at least ")
-        options = {"min_buckets": int(buckets.split()[0])} if buckets else {}
-        turns[name] = Turn(contender(kind, config, **options), nodes)
+    turns = {name: Turn(contender(name, config), nodes) for name in names}
     times = take_turns(turns, rounds, warm_up=WARM_UP)
     same = {"nodes": world, "rate": rate, "pinned": is_pinned}
     used = min(world, len(cores))
@@ -417,7 +413,7 @@ def draw(path: str, rows: Sequence[Row]) -> None:
 def _draw_step(axis: Any, row: Row) -> None:
     spans, idle = row["spans"], row["idle_ms"]
     begin, whole = min(s.begin for s in spans), row["profiled_ms"]
-    ticks = {}
+    ticks: dict[float, str] = {}
     for rank in sorted({s.rank for s in spans}):
         top = -2.4 * rank
         for span in spans:
@@ -489,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["unshaped", "1gbit", "200mbit"])
     parser.add_argument("--optimizers", nargs="+", default=NAMES, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=7, help=f"after {WARM_UP} to warm up")
+    parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} to warm up")
     parser.add_argument("--trace", metavar="PATH", help="write the events of a step there")
     parser.add_argument("--picture", metavar="PATH", help="draw a step there")
     parser.add_argument("--add", action="store_true", help="keep other rows in the JSON file")
@@ -498,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.table:
         print(page(read_rows(args.table)))
         return
-    rows: list[Row] = read_rows(args.json) if args.add else []
+    rows = read_rows(args.json) if args.add and os.path.exists(args.json) else []
     for nodes in args.nodes:
         for name in args.rates:
             rate = None if name == "unshaped" else name

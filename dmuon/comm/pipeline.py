@@ -9,6 +9,7 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
+On a CPU each G leaves one bucket later: G1 when G0 has come, while NS0 runs.
 
 A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
 
@@ -31,6 +32,7 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, Ranks, Units, bucket_route, places
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
+from dmuon.devices import host_can_read
 from dmuon.scheduler.shards import ShardMap
 
 _INBOUND = 3  # of the buffers of a bucket
@@ -182,6 +184,8 @@ class Pipeline:
         self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._meter = meter
         self._slots = slots = options.buffers
+        # gloo sends together what is under way, and so the first of two would come late.
+        self._ahead = max(1, slots - 1) if host_can_read(like.device) else slots
         self._pending: dict[int, Callable[[int], None]] = {}
         self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
@@ -239,7 +243,7 @@ class Pipeline:
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)
-        for b in range(min(self._slots, count)):
+        for b in range(min(self._ahead, count)):
             self._gather(b, fill)
         # Where nothing is gathered the updates are what there is to wait for.
         if not self.only_publishes:
@@ -248,8 +252,8 @@ class Pipeline:
             with self._gathering[b]:
                 self._meter.wait("gather", bucket.works)
                 bucket.assembly.run(self.copier)
-            if b + self._slots < count:
-                self._gather(b + self._slots, fill)
+            if b + self._ahead < count:
+                self._gather(b + self._ahead, fill)
             if b and self._slots == 1:  # its slot is needed now
                 self._replicate(b - 1)
             if b >= self._slots:
