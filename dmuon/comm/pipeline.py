@@ -9,11 +9,9 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
-On a CPU each G leaves one bucket later: G1 when G0 has come, while NS0 runs.
-
-A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
-
-In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
+On a CPU G1 leaves when G0 has come, and so on, because gloo would send both at once, both slowly.
+A bucket that every rank holds whole has no G; its S are broadcasts from its owners. In a bucket's
+NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, Ranks, Units, bucket_route, places
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
-from dmuon.devices import host_can_read
 from dmuon.scheduler.shards import ShardMap
 
 _INBOUND = 3  # of the buffers of a bucket
@@ -184,8 +181,7 @@ class Pipeline:
         self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._meter = meter
         self._slots = slots = options.buffers
-        # gloo sends together what is under way, and so the first of two would come late.
-        self._ahead = max(1, slots - 1) if host_can_read(like.device) else slots
+        self._ahead = max(1, slots - 1) if like.is_cpu else slots
         self._pending: dict[int, Callable[[int], None]] = {}
         self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
