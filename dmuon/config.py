@@ -288,8 +288,8 @@ class ShardedOptions(_Checked):
     ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
     so that traffic hides behind computing (None: into 3, but none smaller than 2 MiB, because each
-    collective takes its time). ``buffers``: buckets that may be under way to their owners (on a CPU
-    one fewer), and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
+    collective takes its time). ``buffers``: buckets that may be under way to their owners, and as
+    many on their way back. ``timeout_s``: see `ReplicatedOptions`.
     """
 
     bucket_bytes: int = _default(BUCKET_BYTES, COUNT)

@@ -9,9 +9,10 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
-On a CPU G1 leaves when G0 has come, and so on, because gloo would send both at once, both slowly.
-A bucket that every rank holds whole has no G; its S are broadcasts from its owners. In a bucket's
-NS, units with co-owners come first, in one order everywhere: they exchange sums.
+
+A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
+
+In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
 from __future__ import annotations
@@ -181,7 +182,6 @@ class Pipeline:
         self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._meter = meter
         self._slots = slots = options.buffers
-        self._ahead = max(1, slots - 1) if like.is_cpu else slots
         self._pending: dict[int, Callable[[int], None]] = {}
         self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
@@ -239,7 +239,7 @@ class Pipeline:
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)
-        for b in range(min(self._ahead, count)):
+        for b in range(min(self._slots, count)):
             self._gather(b, fill)
         # Where nothing is gathered the updates are what there is to wait for.
         if not self.only_publishes:
@@ -248,8 +248,8 @@ class Pipeline:
             with self._gathering[b]:
                 self._meter.wait("gather", bucket.works)
                 bucket.assembly.run(self.copier)
-            if b + self._ahead < count:
-                self._gather(b + self._ahead, fill)
+            if b + self._slots < count:
+                self._gather(b + self._slots, fill)
             if b and self._slots == 1:  # its slot is needed now
                 self._replicate(b - 1)
             if b >= self._slots:
