@@ -59,7 +59,6 @@ _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
 _CALL_MS, _CALL_SHARE = 0.1, 0.05  # of a call, which a larger batch saves on a CPU
 _LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
-_NOT_WANTED = 1.001  # so of equal prices the smaller batch wins
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
@@ -117,25 +116,22 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """Milliseconds of these batches on a CPU: none takes longer than its matrices do in smaller
-    batches, less the calls that it saves, or the noise of a few times would split batches. Beyond
-    `_LONG_MS` calls do not count, and smaller batches are wanted, which hide traffic better.
+    """Milliseconds of these batches on a CPU: at most what matrices take in smaller ones, less
+    calls, or noise splits them. Beyond `_LONG_MS` smaller ones win: their traffic hides better.
 
     >>> one, two = Case((8, 8, "float32"), 1), Case((8, 8, "float32"), 2)
-    >>> times = by_smaller_batches({one: 3.0, two: 9.0}, [one, two])
-    >>> times[two], round(by_smaller_batches({one: 5.0, two: 9.0}, [one, two])[two], 2)
-    (5.9, 10.01)
+    >>> [round(by_smaller_batches({one: t, two: 9.5}, [one, two])[two], 2) for t in (3.0, 5.0)]
+    [5.9, 10.01]
     """
     found = dict(times)
     for case in sorted(cases, key=lambda case: case.batch):
-        for smaller in _smaller(case):
-            if smaller in found:
-                ms, count = found[smaller], case.batch / smaller.batch
-                if ms >= _LONG_MS:
-                    found[case] = count * ms * _NOT_WANTED
-                    break
-                saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms / smaller.batch)
-                found[case] = min(found.get(case, math.inf), count * ms - saved)
+        for smaller in filter(found.__contains__, _smaller(case)):
+            ms, count = found[smaller], case.batch / smaller.batch
+            if ms >= _LONG_MS:
+                found[case] = 1.001 * count * ms
+                break
+            saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms / smaller.batch)
+            found[case] = min(found.get(case, math.inf), count * ms - saved)
     return found
 
 

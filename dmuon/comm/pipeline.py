@@ -11,7 +11,6 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
 
 A bucket that every rank holds whole has no G; its S is an all-gather of its owners' updates.
-
 In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
@@ -265,8 +264,7 @@ class Pipeline:
             with self._publishing:
                 if bucket.shares:
                     self._meter["updates"] += sum(part.nbytes for part in bucket.shares)
-                    work = self._transport.all_gather(bucket.shares, tag="updates")
-                    bucket.works.append(work)
+                    bucket.works.append(self._transport.all_gather(bucket.shares, tag="updates"))
                 else:
                     self._exchange(bucket, *bucket.scatter)
             self._pending[b] = apply

@@ -132,9 +132,8 @@ def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
 
 
 _SMALL_SUM = 1 << 20  # bytes of all ranks
-# Up to so many bytes gloo reduces by messages, which are copied: along its rings it is no faster,
-# and sends more, with two ranks twice as much.
-_SMALL = 32 << 20
+# Up to so many bytes gloo reduces by messages, which are copied: its rings send more.
+_SMALL = 16 << 20
 # Backends that take tensors of different sizes in lists, and launch them together: torch groups
 # a broadcast, or a reduction, for each rank; NCCL leaves those of nothing out.
 _GROUPING = ("nccl", "xccl")

@@ -551,12 +551,12 @@ def quotes() -> dict[str, dict[str, str]]:
     table = printed_by("--model", "qwen2.5-7b", "--mesh", "4x8", "--compare")
     table = table[table.index(" solver ") : table.rindex("optimal") + len("optimal")]
     return {
-        "README.md": {
+        "docs/plan-command.md": {
+            r"(?<=```text\n) solver [^`]*(?=\n```)": table,
             r"[\d.]+ ms(?= at worst)": in_turn,
             r"(?<=even with dmuon's plan, )[\d.]+ ms": best,
             r"(?<=every rank would need\n)[\d,]+ ms": f"{sum(r['ms'] for r in loads):,.0f} ms",
         },
-        "docs/plan-command.md": {r"(?<=```text\n) solver [^`]*(?=\n```)": table},
     }
 
 

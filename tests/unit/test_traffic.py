@@ -154,5 +154,5 @@ def test_what_other_layouts_hand_over(layout, expected):
 
 
 def test_buckets():
-    assert [bucket_count(n << 20, 9, 32 << 20, None) for n in (0, 1, 4, 40, 400)] == [1, 1, 2, 3, 9]
+    assert [bucket_count(n << 20, 9, 32 << 20, None) for n in (0, 1, 4, 40, 400)] == [1, 1, 2, 4, 9]
     assert bucket_count(1, 9, 32 << 20, 4) == 4 and bucket_count(400 << 20, 1, 32 << 20, 4) == 1
