@@ -286,9 +286,9 @@ HEADINGS = {
 }
 
 
-def tables(rows: Sequence[Row]) -> str:
+def tables(rows: Sequence[Row]) -> dict[str, str]:
     """A Markdown table for each question, a line for each submission and workload."""
-    found = []
+    found = {}
     for question, headings in HEADINGS.items():
         mine = [row for row in rows if row["question"] == question]
         at = {(row["set"], row["optimizer"], row["world"]): row for row in mine}
@@ -300,8 +300,8 @@ def tables(rows: Sequence[Row]) -> str:
         ]
         top = [f"{world} processes: {text}" for world in worlds for text in headings]
         if mine:
-            found.append(table(("workload", "submission", *top), body, left=2))
-    return "\n\n".join(found)
+            found[question] = table(("workload", "submission", *top), body, left=2)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         asked = product(args.worlds, args.ask)
         rows = [row for world, question in asked for row in on_ranks(world, work, args, question)]
-    print(tables(rows))
+    print(*tables(rows).values(), sep="\n\n")
     write(args.json, rows)
     return int(not all(row.get("passed", True) for row in rows))
 

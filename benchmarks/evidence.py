@@ -1,10 +1,10 @@
 """Measure what docs/evidence.md claims, and write its tables and pictures.
 
-``python -m benchmarks.evidence --measure`` runs every benchmark of the page into
-benchmarks/results: about two hours on two quiet cores, as root. Rows that are there already are not
-measured again; ``--again`` begins anew. ``python -m benchmarks.evidence`` then fills the tables of
-all pages and draws the pictures. In a page a table stands between ``<!-- table: WHOSE.NAME -->``
-and ``<!-- end of table -->``.
+``python -m benchmarks.evidence --measure`` runs the benchmarks of the page into benchmarks/results:
+about two hours on two quiet cores, as root. What is there already is not measured again, but with
+``--again``. ``python -m benchmarks.evidence`` then fills the tables of all pages and draws the
+pictures. In a page a table stands between ``<!-- table: BENCHMARK.NAME -->`` and
+``<!-- end of table -->``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import end_to_end
+from benchmarks import algoperf, end_to_end, links, muonbp, timeline
 from benchmarks.results import Row, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MEASURED: dict[str, Callable[[list[Row]], dict[str, str]]] = {
-    "end_to_end": end_to_end.tables,
+IMAGES = ROOT / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A benchmark: how tables and a picture are made of its rows, and its options beside
+    ``--json``; some can go on where they were interrupted."""
+
+    tables: Callable[[list[Row]], dict[str, str]]
+    options: tuple[str, ...] = ()
+    draw: Callable[[list[Row], str], None] | None = None
+
+    @property
+    def resumes(self) -> bool:
+        return "--resume" in self.options
+
+
+MEASURED = {
+    "end_to_end": Measured(end_to_end.tables, ("--resume",), end_to_end.draw),
+    "links": Measured(links.tables),
+    "timeline": Measured(timeline.tables, ("--picture", str(IMAGES / "timeline.png"))),
+    "muonbp": Measured(muonbp.tables, ("--resume",), muonbp.draw),
+    "algoperf": Measured(algoperf.tables),
 }
-"""The benchmarks of the page, and what makes tables of their rows."""
 _TABLE = re.compile(r"(<!-- table: (\w+)\.(\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -46,7 +67,7 @@ def filled(page: str) -> str:
         begin, benchmark, name, end = found.groups()
         if benchmark not in made:
             rows = read_rows(str(RESULTS / f"{benchmark}.json"))
-            made[benchmark] = MEASURED[benchmark](rows)
+            made[benchmark] = MEASURED[benchmark].tables(rows)
         return f"{begin}\n{made[benchmark][name]}\n\n{end}"
 
     return _TABLE.sub(fill, page)
@@ -55,13 +76,16 @@ def filled(page: str) -> str:
 def measure(again: bool) -> int:
     """Run the benchmarks one after the other; how many failed."""
     failed = 0
-    for name in MEASURED:
+    for name, measured in MEASURED.items():
         path = RESULTS / f"{name}.json"
         if again:
             path.unlink(missing_ok=True)
+        if path.exists() and not measured.resumes:
+            print(f"{name}: {path.relative_to(ROOT)} is there already")
+            continue
         begin = time.monotonic()
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), "--resume"]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
+        code = subprocess.run([*command, *measured.options], cwd=ROOT, check=False).returncode
         failed += code != 0
         print(f"{name}: exit {code} after {time.monotonic() - begin:.0f} s", flush=True)
     return failed
@@ -74,6 +98,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.measure:
         return measure(args.again)
+    for name, measured in MEASURED.items():
+        if measured.draw is not None:
+            measured.draw(read_rows(str(RESULTS / f"{name}.json")), str(IMAGES / f"{name}.png"))
     for page in pages():
         page.write_text(filled(page.read_text()))
         print(page.relative_to(ROOT))

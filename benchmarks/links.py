@@ -571,6 +571,11 @@ QUESTIONS = {
 }
 
 
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Markdown by name, for docs/evidence.md and the pages of what is asked about."""
+    return {name.replace("-", "_"): q.told(rows) for name, q in QUESTIONS.items()}
+
+
 def work(rank: int, case: Case, cluster: Nodes) -> list[Row]:
     pin(rank)
     return [case.row | row for row in QUESTIONS[case.question].ask(case, cluster)]
@@ -622,7 +627,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.table:
         rows = read_rows(args.table)
-        print(*(question.told(rows) for question in QUESTIONS.values()), sep="\n\n")
+        print(*tables(rows).values(), sep="\n\n")
         return 0
     rows = []
     for name in args.ask:

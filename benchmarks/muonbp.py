@@ -271,9 +271,9 @@ def grown(rows: Sequence[Row], lr: float) -> dict[str, list[Row]]:
     return {k: [row for row in mine if row["seed"] in seeds] for k, mine in found.items()}
 
 
-def pages(rows: Sequence[Row]) -> str:
-    """All tables."""
-    return "\n\n".join(made(rows) for made in (muon_table, loss_table, norm_table))
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Markdown by name, for docs/muonbp.md."""
+    return {"muon": muon_table(rows), "loss": loss_table(rows), "norms": norm_table(rows)}
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -318,7 +318,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.picture or args.table:
         rows = read_rows(args.table or args.picture[1])
-        draw(rows, args.picture[0]) if args.picture else print(pages(rows))
+        if args.picture:
+            draw(rows, args.picture[0])
+        else:
+            print(*tables(rows).values(), sep="\n\n")
         return
     rows = read_rows(args.json) if args.resume and os.path.exists(args.json) else []
     done = [{key: row[key] for key in KEYS} for row in rows]

@@ -448,9 +448,9 @@ HEADINGS = ("nodes", "links", "optimizer", "step ms (p10-p90)", "compute", "wire
             "step / bound", "idle by rank, ms")  # fmt: skip
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The table of docs/evidence.md."""
-    return table(HEADINGS, map(_cells, rows), left=3)
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Markdown by name, for docs/evidence.md."""
+    return {"steps": table(HEADINGS, map(_cells, rows), left=3)}
 
 
 def _cells(row: Row) -> tuple[object, ...]:
@@ -492,14 +492,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", metavar="PATH", help="print these results as Markdown and stop")
     args = parser.parse_args(argv)
     if args.table:
-        print(page(read_rows(args.table)))
+        print(tables(read_rows(args.table))["steps"])
         return
     rows = read_rows(args.json) if args.add and os.path.exists(args.json) else []
     for nodes in args.nodes:
         for name in args.rates:
             rate = None if name == "unshaped" else name
             found, samples = measured(nodes, rate, args.rounds, args.optimizers)
-            print(page(found), flush=True)
+            print(tables(found)["steps"], flush=True)
             kept = [{k: v for k, v in row.items() if k != "spans"} for row in found]
             rows = [row for row in rows if key(row) not in map(key, kept)] + kept
     write(args.json, rows)

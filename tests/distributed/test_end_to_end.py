@@ -48,13 +48,14 @@ def test_all_that_are_muon_train_alike(case: Case) -> None:
 
 
 def test_means_with_a_period_mix_full_and_block_steps() -> None:
-    # Steps 2 to 6 of P = 5: the fourth is full.
-    values = {"dmuon": [10.0, 10.0], "dmuon P=5": [1.0, 1.0, 1.0, 10.0, 1.0], "dmuon P=inf": [1.0]}
+    # Steps 1 to 6 of P = 5: the fifth is full.
+    block = [1.0] * 4
+    values = {"dmuon": [10.0, 10.0], "dmuon P=5": [*block, 10.0, 1.0], "dmuon P=inf": [1.0]}
     assert in_the_long_run("dmuon", values) == 10.0
     assert in_the_long_run("dmuon P=5", values) == pytest.approx((10 + 4 * 1) / 5)
     assert in_the_long_run("dmuon P=20", values) == pytest.approx((10 + 19 * 1) / 20)
     assert in_the_long_run("dmuon P=inf", values) == 1.0
-    values["dmuon P=5"][3] = 1.0  # a full step that costs what a block step does
+    values["dmuon P=5"][4] = 1.0  # a full step that costs what a block step does
     assert in_the_long_run("dmuon P=2", values) == pytest.approx((10 + 1) / 2)
 
 

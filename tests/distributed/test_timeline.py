@@ -151,4 +151,4 @@ def test_a_real_step_is_seen_on_every_rank(real: list[Row], tmp_path: Path) -> N
     )
     timeline.draw(str(tmp_path / "picture.png"), real[:2])
     assert os.path.getsize(tmp_path / "picture.png") > 10_000
-    assert timeline.page(real).count("\n") == 1 + len(real)
+    assert timeline.tables(real)["steps"].count("\n") == 1 + len(real)
