@@ -11,16 +11,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
+from benchmarks.models import Alike, shard
 from benchmarks.results import Row, command, picture, read_rows, table, write
 from benchmarks.timing import first_laps, on_ranks, over_ranks, ratio, spread, take_turns
 from dmuon.catalogue import model_specs
@@ -93,17 +93,14 @@ def measured() -> list[Row]:
     return rows
 
 
-def _trained(
-    rank: int, shape: tuple[int, int], count: int, world: int, asked: str | int
-) -> list[Row]:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    rows, cols = shape
+def sharing(count: int, rows: int, cols: int, hows: Sequence[Any]) -> dict[str, dmuon.Muon]:
+    """By ``co_owners``: an optimizer of ``count`` matrices on FSDP2, which have gradients. In
+    float32, where Newton-Schulz takes long, so that sharing it saves most."""
     made = {}
-    for how in ("off", asked):
+    for how in hows:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(cols, rows, bias=False) for _ in range(count)])
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        model = Alike(count, rows, cols)
+        shard(model)
         dedicate = {"planner": PlannerOptions(co_owners=how), "select": lambda name, p: True}
         opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float32, dedicate=dedicate)
         for n, p in enumerate(model.parameters()):
@@ -111,6 +108,16 @@ def _trained(
             grad = torch.randn(rows, cols, generator=torch.Generator().manual_seed(n))
             p.grad = distribute_tensor(grad, p.device_mesh, p.placements)
         made[str(how)] = opt
+    return made
+
+
+def _trained(
+    rank: int, shape: tuple[int, int], count: int, world: int, asked: str | int
+) -> list[Row]:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    rows, cols = shape
+    made = sharing(count, rows, cols, ("off", asked))
     turns = {how: partial(over_ranks, opt.step) for how, opt in made.items()}
     times = first_laps(take_turns(turns, 15, warm_up=3))
     opt = made[str(asked)]

@@ -32,12 +32,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 from benchmarks import baselines, steps
+from benchmarks.co_owners import sharing
 from benchmarks.layout_theory import Matrices, all_reduce, fsdp, one_root, sharded
-from benchmarks.models import FIXED, Alike, Stack, Training, shard
+from benchmarks.models import FIXED, Stack, Training, shard
 from benchmarks.nodes import LinkBytes, Nodes, emulated
 from benchmarks.results import Row, command, document, read_rows, table, write_json
 from benchmarks.timing import Laps, first_laps, over_ranks, ratio, take_turns, timed_row
@@ -422,20 +422,8 @@ SHARED = ("off", 2, "auto")
 
 
 def ask_co_owners(case: Case, cluster: Nodes) -> list[Row]:
-    """In float32, where Newton-Schulz takes long, so that sharing it saves most."""
     count, m, n = case.what
-    made = {}
-    for how in SHARED:
-        torch.manual_seed(0)
-        model = Alike(count, m, n)
-        shard(model)
-        dedicate = {"planner": PlannerOptions(co_owners=how), "select": lambda name, p: True}
-        opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float32, dedicate=dedicate)
-        for i, p in enumerate(model.parameters()):
-            assert isinstance(p, DTensor)
-            grad = torch.randn(m, n, generator=torch.Generator().manual_seed(i))
-            p.grad = distribute_tensor(grad, p.device_mesh, p.placements)
-        made[str(how)] = opt
+    made = sharing(count, m, n, SHARED)
     turns = {how: partial(over_ranks, opt.step) for how, opt in made.items()}
     times = first_laps(take_turns(turns, case.rounds, warm_up=WARM_UP))
     rows = []

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -93,27 +95,30 @@ def test_muon_on_two_nodes_of_two_ranks() -> None:
     assert not left_over(cluster.prefix)
 
 
-@needs_nodes
-def test_what_a_killed_process_left_is_removed_by_the_next_start() -> None:
+@contextmanager
+def process_with_nodes() -> Iterator[subprocess.Popen[str]]:
+    """A process that has made nodes and waits."""
     script = "import time\nfrom benchmarks.nodes import emulated\n"
     script += "with emulated(2):\n    print('made', flush=True)\n    time.sleep(60)\n"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "made\n"
-        assert left_over(prefix := f"dm{process.pid}")
+        assert left_over(f"dm{process.pid}")
+        yield process
+
+
+@needs_nodes
+def test_what_a_killed_process_left_is_removed_by_the_next_start() -> None:
+    with process_with_nodes() as process:
         process.kill()
-    assert left_over(prefix)
+    assert left_over(prefix := f"dm{process.pid}")
     with emulated(1):
         assert not left_over(prefix)
 
 
 @needs_nodes
 def test_a_terminated_process_cleans_up() -> None:
-    script = "import time\nfrom benchmarks.nodes import emulated\n"
-    script += "with emulated(1):\n    print('made', flush=True)\n    time.sleep(60)\n"
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "made\n"
+    with process_with_nodes() as process:
         process.send_signal(signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
     assert not left_over(f"dm{process.pid}")
