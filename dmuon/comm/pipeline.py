@@ -9,9 +9,7 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
-
 A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
-
 In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
