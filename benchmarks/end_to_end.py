@@ -56,6 +56,8 @@ SHARDED = ("AdamW", *SHARDED_BASELINES, *RUN, "dmuon async", "dmuon dedicated")
 REPLICATED = ("AdamW", "torch.optim.Muon", "round robin", "dmuon", "dmuon reduced to owner",
               "dmuon dedicated")  # fmt: skip
 
+ORDER = dict.fromkeys((*SHARDED[:4], *REPLICATED[:4], *PERIODS, *SHARDED, *REPLICATED))  # of tables
+
 
 @dataclass(frozen=True)
 class Case:
@@ -303,7 +305,8 @@ def _steps(cases: Cases, title: Callable[[Row], str]) -> str:
     headings = [f"{title(row)}: x AdamW (s)" for row in firsts]
     headings += [f"{title(row)}: `step` ms" for row in firsts]
     headings += [f"{title(row)}: MB" for row in firsts]
-    names = list(dict.fromkeys(name for case in cases.values() for name in case))
+    some = {name for case in cases.values() for name in case}
+    names = [name for name in ORDER if name in some]
     lines = []
     for name in names:
         found = [case.get(name) for case in cases.values()]

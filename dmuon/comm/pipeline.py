@@ -9,7 +9,7 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
-A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
+A bucket that every rank holds whole has no G; its S is an all-gather of its owners' updates.
 In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
@@ -261,11 +261,10 @@ class Pipeline:
             if not b and may_send is not None and not may_send():
                 return False
             with self._publishing:
-                for owner, part in enumerate(bucket.shares):
-                    if part.numel():
-                        self._meter["updates"] += part.nbytes
-                        bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
-                if not bucket.shares:
+                if bucket.shares:
+                    self._meter["updates"] += sum(part.nbytes for part in bucket.shares)
+                    bucket.works.append(self._transport.all_gather(bucket.shares, tag="updates"))
+                else:
                     self._exchange(bucket, *bucket.scatter)
             self._pending[b] = apply
             if b and self._slots > 1:

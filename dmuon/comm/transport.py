@@ -318,12 +318,14 @@ class C10dTransport(Transport):
             calls.append(partial(dist.all_gather, listed, listed[self.rank]))
         elif backend == "gloo" and mine.device.type == "cpu" and _is_shared_out(parts):
             # Faster than its broadcasts, which pass everything on along trees.
-            group, others = self.group, [r for r in range(self.world) if r != self.rank]
-            senders = [r for r in ranks if r != self.rank]
-            with self.located(tag):
-                found = [dist.isend(mine, group=group, group_dst=r) for r in others if mine.numel()]
-                found += [dist.irecv(parts[r], group=group, group_src=r) for r in senders]
-            return _Issued(self, tag, [work for work in found if work is not None], lambda: None)
+            others = [part for r, part in enumerate(parts) if r != self.rank]
+            sizes = [part.numel() * (r != self.rank) for r, part in enumerate(parts)]
+            splits = sizes, [mine.numel() * (r != self.rank) for r in range(self.world)]
+            came, sent = mine.new_empty(sum(sizes)), mine.repeat(self.world - 1)
+            exchange = partial(dist.all_to_all_single, came, sent, *splits)
+            arrived = came.split([other.numel() for other in others])
+            finish = partial(torch._foreach_copy_, others, arrived)
+            return self._issue(tag, exchange, finish=finish)
         else:
             calls = [partial(dist.broadcast, parts[r], group_src=r) for r in ranks]
         return self._issue(tag, *calls)

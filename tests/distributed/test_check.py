@@ -497,8 +497,9 @@ def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
     assert main([*COMMAND, "--layout", "sharded", "--seeds", "2", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["seed"] for row in rows] == [0, 1] * 7
-    # Those of Newton-Schulz in half precision are no small multiples.
-    assert len({row["yardstick"] for row in rows[:2]}) == 2
+    # Two of them may be equal by chance, being small multiples of a rounding; not all seven.
+    of_seed = [[(r["yardstick"], r["difference"]) for r in rows if r["seed"] == n] for n in (0, 1)]
+    assert of_seed[0] != of_seed[1]
     assert all(map(has_air, rows)), rows
 
 

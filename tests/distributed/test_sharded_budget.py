@@ -176,7 +176,7 @@ def test_memory_of_a_step_at_owners_follows_the_formula(rank, world, layout, dty
 @distributed(2)
 def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
     """A step has 2 + 2n collectives, of which each takes a second. Where every rank has the whole,
-    the n gathers are left out, and two owners broadcast."""
+    the n gathers are left out."""
     buckets = 6
     laid = sharded(*mesh, build=partial(Wide, width=32, layers=buckets))
     case = {
@@ -191,7 +191,7 @@ def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
         begin = clock.now
         step_of(pair)
         seconds, collectives = clock.now - begin, len(pair.events)
-    assert collectives >= 2 * buckets + 2
+    assert collectives >= (2 if mesh == (2,) else 1) * buckets + 2
     # What is left are dependencies: the norms, the first gather, and a scatter for every two
     # buckets, which wait for their slots.
     assert 3 <= seconds <= 2 + buckets / 2, (seconds, collectives)
