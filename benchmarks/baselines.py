@@ -145,7 +145,8 @@ class Baseline(Optimizer):
 
 
 class GatherThenCompute(Baseline):
-    """Every rank gathers every matrix, orthogonalizes all of it, and keeps its own rows.
+    """Every rank gathers every matrix, orthogonalizes all of it, and keeps its own rows; with HSDP
+    within its replica, the last axis of the mesh.
 
     The plain way to run Muon on DTensors, and that of https://arxiv.org/abs/2502.16982: W times the
     work, W - 1 of W rows of each result thrown away.
@@ -155,11 +156,12 @@ class GatherThenCompute(Baseline):
         for p in self.matrices:
             assert isinstance(p, DTensor)
             mine = self.direction(p)
-            self.sent_bytes += mine.nbytes * (self.world - 1)
+            shards, place = p.device_mesh.size(-1), p.device_mesh.get_local_rank(-1)
+            self.sent_bytes += mine.nbytes * (shards - 1)
             like: Any = {"shape": p.shape, "stride": p.stride(), "run_check": False}
             spread = DTensor.from_local(mine, p.device_mesh, p.placements, **like)
             result = self.orthogonalize(spread.full_tensor())
-            self.apply(p, result.split(shard_rows(p.shape[0], self.world))[self.rank])
+            self.apply(p, result.split(shard_rows(p.shape[0], shards))[place])
 
 
 def exchanged(optimizer: Baseline, matrices: Sequence[Tensor]) -> Iterator[None]:

@@ -287,12 +287,12 @@ Cases = dict[str, dict[str, Row]]
 
 
 def _cases(rows: Sequence[Row], **wanted: Any) -> Cases:
-    """Those whose rows have these values."""
-    found: Cases = {}
+    """Those whose rows have these values, in the order of `CASES`."""
+    found: Cases = {case.name: {} for case in CASES}
     for row in rows:
         if "optimizer" in row and all(row[key] == value for key, value in wanted.items()):
             found.setdefault(row["set"], {})[row["optimizer"]] = row
-    return found
+    return {name: case for name, case in found.items() if case}
 
 
 def _link(row: Row) -> str:
@@ -300,19 +300,19 @@ def _link(row: Row) -> str:
 
 
 def _steps(cases: Cases, title: Callable[[Row], str]) -> str:
-    """Of each case: a training step relative to AdamW's, in seconds; `step` in ms; MB on a link."""
+    """Of those in all cases: a training step relative to AdamW's, and in seconds; `step` in ms; MB
+    of a link."""
     firsts = [next(iter(case.values())) for case in cases.values()]
     headings = [f"{title(row)}: x AdamW (s)" for row in firsts]
     headings += [f"{title(row)}: `step` ms" for row in firsts]
     headings += [f"{title(row)}: MB" for row in firsts]
-    some = {name for case in cases.values() for name in case}
-    names = [name for name in ORDER if name in some]
+    names = [name for name in ORDER if all(name in case for case in cases.values())]
     lines = []
     for name in names:
-        found = [case.get(name) for case in cases.values()]
-        cells = [r and f"{r['over_AdamW']:.2f} ({r['mean_ms'] / 1e3:.1f})" for r in found]
-        cells += [r and f"{r['step_ms']:.0f}" for r in found]
-        cells += [r and f"{r['link_bytes'] / 1e6:.0f}" for r in found]
+        found = [case[name] for case in cases.values()]
+        cells = [f"{r['over_AdamW']:.2f} ({r['mean_ms'] / 1e3:.1f})" for r in found]
+        cells += [f"{r['step_ms']:.0f}" for r in found]
+        cells += [f"{r['link_bytes'] / 1e6:.0f}" for r in found]
         lines.append((_named(name), *cells))
     return table(("", *headings), lines)
 
@@ -339,16 +339,15 @@ def _floors(rows: Sequence[Row]) -> str:
 
 
 def _periods(rows: Sequence[Row]) -> str:
-    """What each period takes more than AdamW, and how much of infinity's gain it has."""
+    """What each period takes more than AdamW, and how much of infinity's gain it has, where that is
+    more than a percent."""
     lines = []
     for name, case in _cases(rows).items():
-        if "dmuon P=5" in case:
+        if "dmuon P=5" in case and case["dmuon"]["world"] > 1:
             more = {n: case[n]["over_AdamW"] - 1 for n in ("dmuon", *PERIODS)}
             gain = more["dmuon"] - more["dmuon P=inf"]
-            share = (more["dmuon"] - more["dmuon P=5"]) / gain if gain > 0 else math.nan
-            lines.append(
-                (name, *(f"{100 * value:.0f}%" for value in more.values()), f"{share:.0%}")
-            )
+            share = f"{(more['dmuon'] - more['dmuon P=5']) / gain:.0%}" if gain > 0.01 else ""
+            lines.append((name, *(f"{100 * value:.0f}%" for value in more.values()), share))
     headings = ("more than AdamW", "P = 1", "2", "5", "20", "∞", "P = 5 has of ∞'s gain")
     return table(headings, lines)
 

@@ -146,8 +146,10 @@ def emulated(count: int, rate: str | None = None) -> Iterator[Nodes]:
 
     Raises:
         NoNodes: without root, without iproute2, or where the kernel refuses.
-        ValueError: a rate that is none.
+        ValueError: a rate that is none, or a count that is not 1 to 200.
     """
+    if not 1 <= count <= 200:
+        raise ValueError(f"count: {count} nodes asked for; 1 to 200 can be emulated")
     if rate is not None:
         bits_per_s(rate)
     reason = why_not()

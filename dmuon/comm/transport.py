@@ -133,7 +133,7 @@ def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
 
 _SMALL_SUM = 1 << 20  # bytes of all ranks
 # Up to so many bytes gloo reduces by messages, which are copied: its rings send more.
-_SMALL = 16 << 20
+_SMALL = 64 << 20
 # Backends that take tensors of different sizes in lists, and launch them together: torch groups
 # a broadcast, or a reduction, for each rank; NCCL leaves those of nothing out.
 _GROUPING = ("nccl", "xccl")
@@ -323,8 +323,7 @@ class C10dTransport(Transport):
             splits = sizes, [mine.numel() * (r != self.rank) for r in range(self.world)]
             came, sent = mine.new_empty(sum(sizes)), mine.repeat(self.world - 1)
             exchange = partial(dist.all_to_all_single, came, sent, *splits)
-            arrived = came.split([other.numel() for other in others])
-            finish = partial(torch._foreach_copy_, others, arrived)
+            finish = partial(torch._foreach_copy_, others, came.split([p.numel() for p in others]))
             return self._issue(tag, exchange, finish=finish)
         else:
             calls = [partial(dist.broadcast, parts[r], group_src=r) for r in ranks]

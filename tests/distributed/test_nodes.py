@@ -156,6 +156,8 @@ def test_refusals_say_what_helps() -> None:
         emulated(2).__enter__()
     with pytest.raises(ValueError, match="rate: '1 Gbit/s' is not of the form"):
         emulated(2, "1 Gbit/s").__enter__()
+    with pytest.raises(ValueError, match="count: 201 nodes asked for; 1 to 200"):
+        emulated(201).__enter__()
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="namespaces are Linux's")
