@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import algoperf, end_to_end, links, muonbp, timeline
+from benchmarks.nodes import NoNodes, why_not
 from benchmarks.results import Row, read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +75,13 @@ def filled(page: str) -> str:
 
 
 def measure(again: bool) -> int:
-    """Run the benchmarks one after the other; how many failed."""
+    """Run the benchmarks one after the other; how many failed.
+
+    Raises NoNodes, and forgets nothing, where nodes cannot be emulated.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise NoNodes(reason)
     failed = 0
     for name, measured in MEASURED.items():
         path = RESULTS / f"{name}.json"

@@ -14,6 +14,7 @@ carry the process ID: what a killed process left behind is removed by the next s
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -93,7 +94,9 @@ class Nodes:
         target, outside = (self.name(node), _address(node)), (f"{self.prefix}n", _OUTSIDE)
         context = get_context("spawn")
         senders = [
-            context.Process(target=_send, args=(*way, bits_per_s(rate) / 8), daemon=True)
+            context.Process(
+                target=_send, args=(os.getpid(), *way, bits_per_s(rate) / 8), daemon=True
+            )
             for way in ((target, outside), (outside, target))
         ]
         try:
@@ -110,7 +113,7 @@ class Nodes:
         All of them are killed when this ends, whatever the reason.
         """
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (self, each, folder, body, *given)
+            arguments = (os.getpid(), self, each, folder, body, *given)
             context = spawn(_work, arguments, nprocs=self.count * each, join=False)
             try:
                 while not context.join():
@@ -135,7 +138,7 @@ def bits_per_s(rate: str) -> float:
     (200000000.0, 1000000000.0)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    if found is None:
+    if found is None or not float(found[1]):
         raise ValueError(f"rate: {rate!r} is not of the form '200mbit' or '1gbit'")
     return float(found[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
@@ -156,13 +159,21 @@ def emulated(count: int, rate: str | None = None) -> Iterator[Nodes]:
     if reason is not None:
         raise NoNodes(reason)
     remove_leftovers()
-    nodes = Nodes(f"dm{os.getpid()}", count, rate)
+    nodes = Nodes(_new_prefix(), count, rate)
     with _terminated_by_exception():
         try:
             _make(nodes)
             yield nodes
         finally:
             _remove(nodes.prefix)
+
+
+_made = itertools.count()
+
+
+def _new_prefix() -> str:
+    """Of names that tell whose nodes these are: a process may have several sets of them."""
+    return f"dm{os.getpid()}x{next(_made)}"
 
 
 def why_not() -> str | None:
@@ -174,21 +185,22 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2 (apt install iproute2)"
-    probe = f"dm{os.getpid()}probe"
+    probe = Nodes(_new_prefix(), 1, "1mbit")
     try:
-        _call(f"ip netns add {probe}")
-        _call(f"ip netns del {probe}")
+        _make(probe)
     except NoNodes as error:
         return str(error)
+    finally:
+        _remove(probe.prefix)
     return None
 
 
 def remove_leftovers() -> None:
     """Remove nodes of processes that are no more."""
-    found = set(re.findall(r"\bdm(\d+)[nb]", _call("ip netns list") + _call("ip -o link show")))
+    found = set(re.findall(r"\bdm(\d+)x\d+[nb]", _call("ip netns list") + _call("ip -o link show")))
     for pid in found:
         if not os.path.exists(f"/proc/{pid}"):
-            _remove(f"dm{pid}")
+            _remove(rf"dm{pid}x\d+")
 
 
 def _make(nodes: Nodes) -> None:
@@ -210,10 +222,12 @@ def _make(nodes: Nodes) -> None:
 
 
 def _remove(prefix: str) -> None:
-    """Links first: a namespace lives as long as a process in it does."""
-    for link in set(re.findall(rf"\b({prefix}[nb]\d*)[@:]", _call("ip -o link show"))):
+    """Links first: a namespace lives as long as a process in it does. ``prefix`` is a pattern."""
+    links = _call("ip -o link show", may_fail=True)
+    for link in set(re.findall(rf"\b({prefix}[nb]\d*)[@:]", links)):
         _call(f"ip link delete {link}", may_fail=True)
-    for name in re.findall(rf"^({prefix}n\d*)\b", _call("ip netns list"), re.MULTILINE):
+    names = _call("ip netns list", may_fail=True)
+    for name in re.findall(rf"^({prefix}n\d*)\b", names, re.MULTILINE):
         _call(f"ip netns delete {name}", may_fail=True)
 
 
@@ -251,14 +265,23 @@ def enter(namespace: str) -> None:
         os.close(file)
 
 
-def _dies_with_parent() -> None:
+def _dies_with(parent: int) -> None:
+    """Be killed when the process ``parent``, which started this one, ends; or has ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _work(
-    rank: int, nodes: Nodes, each: int, folder: str, body: Callable[..., list[Row]], *given: Any
+    rank: int,
+    parent: int,
+    nodes: Nodes,
+    each: int,
+    folder: str,
+    body: Callable[..., list[Row]],
+    *given: Any,
 ) -> None:
-    _dies_with_parent()
+    _dies_with(parent)
     enter(nodes.name(rank // each))
     world = nodes.count * each
     about = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
@@ -267,9 +290,11 @@ def _work(
     as_rank(rank, world, folder, body, *given)
 
 
-def _send(source: tuple[str, str], target: tuple[str, str], bytes_per_s: float) -> None:
+def _send(
+    parent: int, source: tuple[str, str], target: tuple[str, str], bytes_per_s: float
+) -> None:
     """Datagrams that nobody reads, from one namespace to another, for ever."""
-    _dies_with_parent()
+    _dies_with(parent)
     enter(target[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as received:
         received.bind((target[1], 9))

@@ -206,6 +206,12 @@ class Rows:
         """Rows that raised, or whose number is out of its limit."""
         return [row for row in self.rows if has_failed(row)]
 
+    def forget_failures(self) -> None:
+        """Measure again what failed in an earlier process."""
+        self.rows = [row for row in self.rows if not has_failed(row)]
+        self._known = {row["name"] for row in self.rows}
+        self._write()
+
     def add(self, row: Row) -> None:
         """Keep a row of what is being measured; it needs no name then."""
         name = self._running["name"] if self._running is not None else ""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 import dmuon.api
+from benchmarks import end_to_end
 from benchmarks.demo import GPTConfig
 from benchmarks.end_to_end import MAIN, REPLICATED, SHARDED, Case, in_the_long_run, rows_of, work
 from benchmarks.nodes import Nodes, emulated, why_not
 from benchmarks.results import Row
+from dmuon.devices import Cpu
 from tests.fixed_costs import analytic_costs, fixed_products
 
 REASON = why_not()
@@ -24,9 +28,11 @@ CASES = (
 
 
 def in_turn(rank: int, nodes: Nodes) -> list[Row]:
-    """`work` of all cases, whose plans need no measured costs."""
+    """`work` of all cases, whose plans need no measured costs. Rates, and so the differences that
+    other hyperparameters would make, are large."""
     dmuon.api.measured_costs = analytic_costs  # type: ignore[assignment]
-    with fixed_products():
+    end_to_end.MUON |= {"lr": 0.02, "weight_decay": 1.0}
+    with fixed_products(), mock.patch.object(Cpu, "ns_dtype", lambda _: torch.float32):
         return [row for case in CASES for row in work(rank, nodes, case, 2)]
 
 
@@ -45,14 +51,16 @@ def test_all_that_are_muon_train_alike(case: Case, measured: list[Row]) -> None:
     assert 0 < ours < math.log(256)
     for name, row in rows.items():
         assert row["link_bytes"] > 0 and row["step_ms"] < row["mean_ms"], name
-        if "P=" not in name and name != "AdamW":  # bfloat16 where the CPU has it
-            assert row["loss"] == pytest.approx(ours, rel=3e-4), name
+        if "P=" not in name and name != "AdamW":  # torch's has Newton-Schulz in bfloat16
+            near = 2e-3 if name == "torch.optim.Muon" else 1e-5
+            assert row["loss"] == pytest.approx(ours, rel=near), name
     assert abs(rows["AdamW"]["loss"] - ours) > 3e-3 * ours
-    if case.around == "FSDP2":  # half of 2 x two bytes an element there, and as much back
+    if case.around == "FSDP2":
+        # Half of each matrix goes to its owner, and as much comes back; in two bytes an element
+        # where the CPU has bfloat16.
         elements = TINY.depth * (4 * 32 * 32 + 3 * 32 * 64)
-        itemsize = rows["gather-then-compute"]["bytes"] / (elements / 2)
-        assert rows["dmuon"]["bytes"] == pytest.approx(elements / 2 * itemsize, rel=0.2)
-        assert rows["dmuon P=inf"]["link_bytes"] < rows["dmuon"]["link_bytes"]
+        more = rows["dmuon"]["link_bytes"] - rows["dmuon P=inf"]["link_bytes"]
+        assert 0.8 * elements < more < 3 * elements
 
 
 def test_means_with_a_period_mix_full_and_block_steps() -> None:

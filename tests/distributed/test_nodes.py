@@ -87,6 +87,23 @@ def test_links_carry_their_rate_and_count_their_bytes() -> None:
 
 
 @needs_nodes
+def test_a_busy_link_and_two_sets_of_nodes_at_once() -> None:
+    with emulated(2, "100mbit") as busy, emulated(2) as idle:
+        with busy.busy(1, "40mbit"):
+            while not busy.link_bytes()[1][0]:
+                time.sleep(0.01)
+            before, begin = busy.link_bytes(), time.perf_counter()
+            time.sleep(0.5)
+            after, seconds = busy.link_bytes(), time.perf_counter() - begin
+        # At most: the machine may be too busy to send so much.
+        for way in range(2):
+            assert 0 < 8 * (after[1][way] - before[1][way]) / seconds < 60e6
+        assert after[0] == pytest.approx(before[0], abs=10_000)
+        assert max(*idle.link_bytes()[0], *idle.link_bytes()[1]) < 10_000
+    assert not left_over(busy.prefix) and not left_over(idle.prefix)
+
+
+@needs_nodes
 def test_muon_on_two_nodes_of_two_ranks() -> None:
     with emulated(2, "1gbit") as cluster:
         (row,) = cluster.on_ranks(2, train)
@@ -103,7 +120,7 @@ def process_with_nodes() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "made\n"
-        assert left_over(f"dm{process.pid}")
+        assert left_over(f"dm{process.pid}x")
         yield process
 
 
@@ -156,6 +173,8 @@ def test_refusals_say_what_helps() -> None:
         emulated(2).__enter__()
     with pytest.raises(ValueError, match="rate: '1 Gbit/s' is not of the form"):
         emulated(2, "1 Gbit/s").__enter__()
+    with pytest.raises(ValueError, match="rate: '0mbit' is not of the form"):
+        emulated(2, "0mbit").__enter__()
     with pytest.raises(ValueError, match="count: 201 nodes asked for; 1 to 200"):
         emulated(201).__enter__()
 
@@ -167,6 +186,6 @@ def test_a_kernel_that_refuses_is_told_of() -> None:
         mock.patch("os.geteuid", return_value=0),
         mock.patch("shutil.which", return_value="/sbin/ip"),
         mock.patch("subprocess.run", return_value=refused),
-        pytest.raises(NoNodes, match="`ip netns add .* failed: mount: Operation not permitted"),
+        pytest.raises(NoNodes, match="`ip link add .* failed: mount: Operation not permitted"),
     ):
         emulated(2).__enter__()
