@@ -454,7 +454,7 @@ def copies(name: str) -> int:
 
 @given(example=examples())
 @settings(
-    max_examples=max(25, settings.default.max_examples),
+    max_examples=max(15, settings.default.max_examples),
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

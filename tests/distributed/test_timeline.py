@@ -122,7 +122,7 @@ def real() -> list[Row]:
     """Rows of steps of two ranks on one machine."""
     # dmuon has ranges for batches of 32,768 elements or more.
     config = GPTConfig(width=192, hidden=512, depth=2, heads=2)
-    names = ["dmuon", f"{timeline.BATCHES}1", *timeline.KINDS]
+    names = ["dmuon", *timeline.KINDS]
     rows = on_ranks(2, timeline.work, None, config, 2, names)
     for row in rows:
         row["spans"] = [Span(*span) for span in row["spans"]]

@@ -96,7 +96,7 @@ def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_variants_follow_the_reference_and_their_state_goes_between_layouts(
     pools: Pools, tmp_path: Any, kind: str
 ) -> None:
-    """Each layout loads the checkpoints of two others, and its own, from which it goes on to the
+    """Each layout loads the checkpoint of another one, and its own, from which it goes on to the
     bit."""
     settings, tolerance, names = SETTINGS[kind]
     expected, arguments = reference(settings), {"folder": str(tmp_path), **settings}
@@ -106,7 +106,7 @@ def test_variants_follow_the_reference_and_their_state_goes_between_layouts(
         distance = far(torch.load(tmp_path / f"{name}.pt"), expected)
         assert distance <= tolerance, (name, distance)
     for number, name in enumerate(names):
-        others = [names[(number + n) % len(names)] for n in (5, 9, 0)]
+        others = [names[(number + n) % len(names)] for n in (5, 0)]
         asked = {"name": name, "others": others, **arguments}
         ranks = pools(CASES[name].world).run(module, "load", asked)
         for distances in ranks:
