@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import algoperf, end_to_end, links, muonbp, timeline
+from benchmarks import algoperf, end_to_end, links, muonbp, simulate, timeline
 from benchmarks.nodes import NoNodes, why_not
 from benchmarks.results import Row, read_rows
 
@@ -47,6 +47,7 @@ MEASURED = {
     "timeline": Measured(timeline.tables, ("--picture", str(IMAGES / "timeline.png"))),
     "muonbp": Measured(muonbp.tables, ("--resume",), muonbp.draw),
     "algoperf": Measured(algoperf.tables),
+    "simulate": Measured(simulate.tables, ("--resume",), simulate.draw),
 }
 _TABLE = re.compile(r"(<!-- table: (\w+)\.(\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -91,7 +91,7 @@ def picture(
     rows: int,
     cols: int,
     size: tuple[float, float],
-    share_x: Literal["all", "row"] = "all",
+    share_x: Literal["all", "row", "none"] = "all",
 ) -> Iterator[Any]:
     """A figure with its axes, saved to ``path`` at the end; which of them ``share_x``."""
     import matplotlib

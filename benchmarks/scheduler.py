@@ -31,8 +31,7 @@ from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.greedy import longest_first
-from dmuon.scheduler.problem import build_problem
+from dmuon.scheduler.problem import build_problem, longest_first
 from dmuon.scheduler.solve import price_rows, solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology

@@ -1,4 +1,4 @@
-"""The command line: ``python -m dmuon {plan,profile,check,doctor}``."""
+"""The command line: ``python -m dmuon {plan,profile,simulate,check,doctor}``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class _Parser(argparse.ArgumentParser):
 COMMANDS = {  # modules of `dmuon.tools`, whose docstrings are the descriptions
     "plan": "balance the matrices of a model over a mesh, without either of them",
     "profile": "measure what Newton-Schulz costs here",
+    "simulate": "say what a training step with Muon takes, beside AdamW, without running it",
     "check": "compare dmuon on several processes with Muon in one",
     "doctor": "say what is installed here, and what dmuon would use",
 }

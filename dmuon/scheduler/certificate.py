@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from dmuon.scheduler.bound import proven
 from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
 from dmuon.scheduler.costs import ORIGINS, CostTable, device_of
-from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
+from dmuon.scheduler.problem import UNLIMITED, Problem, baselines, build_problem
 from dmuon.scheduler.topology import launch_order
 from dmuon.types import printable
 

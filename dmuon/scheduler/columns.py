@@ -29,9 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.bound import Holdings, cover, spread, work_tables
-from dmuon.scheduler.greedy import improve, longest_first
 from dmuon.scheduler.plan import Dual
-from dmuon.scheduler.problem import Counts, Problem
+from dmuon.scheduler.problem import Counts, Problem, improve, longest_first
 
 Floats = npt.NDArray[np.float64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each shape

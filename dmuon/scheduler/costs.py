@@ -113,6 +113,21 @@ class AnalyticDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """What else a training step is made of, for `simulate`: operations per second of ``products``
+    in forward and backward, bytes per second of elementwise passes (``copies``), and of those into
+    ``new`` memory, seconds of a ``call`` of the host and of each ``turn`` of a collective, and of a
+    rank's own cores for each byte that it sends."""
+
+    products: Rate
+    copies: Rate
+    new: Rate
+    call_s: Overhead
+    turn_s: Overhead
+    sent_s: Overhead
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
     ``bandwidth`` bytes per second."""
@@ -145,6 +160,7 @@ _GPUS: Mapping[str, _Row] = {
     "gb200": ("gb200", 2250, 0.7, 7.7, 900, 400, 1024),
     "b300": ("b300", 2250, 0.7, 7.7, 900, 800, 1024),
     "gb300": ("gb300", 2500, 0.7, 8.0, 900, 800, 1024),
+    "rtx4090": ("rtx 4090", 165, 0.98, 1.008, 32, 10, 768),
     "mi250": ("mi250x?", 181, 0.53, 1.6, 50, 100, 768),
     "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
     "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
@@ -281,7 +297,8 @@ class CostTable:
     of a co-owner's products, by batch size. With split they also share the products of short side x
     short side. ``links`` are the exchanges by the number of co-owners, ``ns_item`` the bytes of an
     element that travels, ``sum_item`` those of a part of a sum. Alone on its machine an owner would
-    be ``contention`` times as fast (processes that share cores).
+    be ``contention`` times as fast (processes that share cores). ``rates``: what else a training
+    step takes there, where that was measured.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -300,6 +317,7 @@ class CostTable:
     ns_item: int = 2
     sum_item: int = 2
     contention: float = 1.0
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         if self.entry_origin not in ORIGINS:
@@ -596,17 +614,22 @@ def _data_of(table: CostTable) -> dict[str, Any]:
         "sum_item": table.sum_item,
         "contention": table.contention,
     }
-    return (sharing if table.slices or table.links else {}) | {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "source": table.source,
-        "origin": table.entry_origin,
-        "ns_steps": table.ns_steps,
-        "momentum": table.momentum,
-        "device": None if table.device is None else asdict(table.device),
-        "entries": rows(table.entries, "ms"),
-        "kernels": rows(table.kernels, "kernel"),
-    }
+    rates = {} if table.rates is None else {"rates": asdict(table.rates)}
+    return (
+        rates
+        | (sharing if table.slices or table.links else {})
+        | {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "source": table.source,
+            "origin": table.entry_origin,
+            "ns_steps": table.ns_steps,
+            "momentum": table.momentum,
+            "device": None if table.device is None else asdict(table.device),
+            "entries": rows(table.entries, "ms"),
+            "kernels": rows(table.kernels, "kernel"),
+        }
+    )
 
 
 def _read(path: str | os.PathLike[str], where: str) -> str:
@@ -621,7 +644,9 @@ def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data.get("device"), dict):  # earlier files have no links
         later = list(asdict(ANALYTIC_DEVICES["cpu"]).items())[4:]
         data = data | {"device": dict(later) | data["device"]}
-    found = decode_fields(_FIELDS | _SHARING if "slices" in data else _FIELDS, data)
+    optional = _SHARING if "slices" in data else {}
+    optional = optional | ({"rates": Rates} if "rates" in data else {})
+    found = decode_fields(_FIELDS | optional, data)
     found["entry_origin"] = found.pop("origin")
     for name, value, of in (("entries", "ms", float), ("kernels", "kernel", str)):
         hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]

@@ -11,6 +11,7 @@ matrices of their own, each with an owner among the ranks that hold it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,14 @@ import numpy as np
 from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, holds_replicas
 from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
+
+# Projections back to the residual stream, which tensor parallelism cuts by their columns.
+_BACK = re.compile(r"(?:o_proj|out_proj|down_proj|c_proj|w2|wo|dense_4h_to_h)(?:\.weight)?$")
+
+
+def is_back(name: str) -> bool:
+    """Whether a weight of this name projects back to the residual stream."""
+    return _BACK.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +53,13 @@ class RankShards:
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
-        """Equal shards, of which there are many, become one object, which travels once."""
+        """Equal shards and ranks, of which there are many, become one object, which travels once,
+        and is hashed once for thousands of ranks."""
         one: dict[LocalShard, LocalShard] = {}
-        return cls(global_rank, tuple(one.setdefault(shard, shard) for shard in shards))
+        ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        found = [one.setdefault(shard, shard) for shard in shards]
+        alike = {id(s): replace(s, ranks=ranks.setdefault(s.ranks, s.ranks)) for s in one}
+        return cls(global_rank, tuple(alike[id(shard)] for shard in found))
 
 
 @dataclass(frozen=True)
@@ -186,18 +199,24 @@ def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     """Join the reports of all ranks; the same result on every rank, or OwnershipError if they
     contradict each other, or their boxes do not tile a parameter."""
     mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
-    copies = [
-        _copies(p.name, [report.shards[i].ranks for report in reports], mesh_rank)
-        for i, p in enumerate(specs.parameters)
-    ]
+    # Of most parameters the same objects: what thousands of ranks are is looked at once.
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+    copies = []
+    for i, p in enumerate(specs.parameters):
+        ranks_of = [report.shards[i].ranks for report in reports]
+        key = tuple(map(id, ranks_of))
+        if key not in known:
+            known[key] = _copies(p.name, ranks_of, mesh_rank)
+        copies.append(known[key])
     checked = set()
     for i in specs.muon_parameters():
         p = specs.parameters[i]
         for ranks in copies[i]:
             shards = tuple(reports[r].shards[i] for r in ranks)
-            if (p.shape, shards) not in checked:
+            seen = p.shape, tuple(map(id, shards))
+            if seen not in checked:
                 _check_tiling(p.name, p.shape, shards)
-                checked.add((p.shape, shards))
+                checked.add(seen)
     matrices: list[MatrixSpec] = []
     for matrix in specs.matrices:
         count = len(copies[matrix.parameter])
@@ -262,13 +281,16 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 
 def evenly_sharded(
-    specs: ModelSpecs, topology: Topology, ep: int = 1, *, whole: bool = False
+    specs: ModelSpecs, topology: Topology, ep: int = 1, tp: int = 1, *, whole: bool = False
 ) -> ShardMap:
     """What each rank holds of a model that nobody has built yet: FSDP2 cuts the rows of every
     parameter into equal chunks, over all axes but those of replicas. ``whole``: over none. With
     ``ep`` each stack is first cut into a part for each of the ``ep`` innermost ranks, and that by
-    its rows where all ranks are more than there are items, as torchtitan does with experts.
-    PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none."""
+    its rows where all ranks are more than there are items, as torchtitan does with experts. With
+    ``tp`` each other weight is first cut for the ``tp`` innermost ranks, by its rows, or by its
+    columns where its name is that of a projection back to the residual stream.
+    PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none; or
+    ``tp`` does not divide the ranks."""
     world = topology.world
     every = tuple(range(world))
     stacks = {m.parameter for m in specs.matrices if m.form.is_stack and ep > 1}
@@ -282,9 +304,18 @@ def evenly_sharded(
             f"divides: found {found} on {count} ranks that shard"
         )
 
-    def shard(shape: tuple[int, ...], is_stack: bool, index: int, replica: int) -> LocalShard:
+    if count % tp:
+        raise PlanError(
+            f"tensor parallelism over {tp} ranks needs ranks that it divides: found {count} that "
+            "shard"
+        )
+
+    def shard(
+        shape: tuple[int, ...], is_stack: bool, across: int, index: int, replica: int
+    ) -> LocalShard:
         offset, size = [0] * len(shape), list(shape)
-        steps = [(0, count, index)]
+        steps = [(across, tp, index % tp), (0, count // tp, index // tp)]
+        steps = steps if len(shape) > 1 else [(0, count, index)]
         if is_stack:
             steps = [(0, ep, index % ep), (int(count > shape[0]), count // ep, index // ep)]
         for dim, parts, number in steps if shape else ():
@@ -296,7 +327,7 @@ def evenly_sharded(
 
     order = sorted(range(len(cuts)), key=cuts.__getitem__)  # axes that replicate first
     ranks = np.arange(world).reshape(topology.shape).transpose(order)
-    kinds = [(p.shape, i in stacks) for i, p in enumerate(specs.parameters)]
+    kinds = [(p.shape, i in stacks, int(is_back(p.name))) for i, p in enumerate(specs.parameters)]
     reports = []
     for rank, place in enumerate(ranks.argsort(axis=None).tolist()):
         replica, index = divmod(place, count)

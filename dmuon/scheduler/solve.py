@@ -23,9 +23,17 @@ from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
 from dmuon.scheduler.co_owners import GAIN, Block, CoOwners, Sharing, check_size, shared_prices
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
-from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, Search, SharedPrice
-from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
+from dmuon.scheduler.problem import (
+    UNLIMITED,
+    Counts,
+    OwnerClass,
+    Problem,
+    baselines,
+    build_problem,
+    greedy,
+    improve,
+)
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, launch_order, layer_of, place
 from dmuon.types import Layout, PlanError, grouped

@@ -26,6 +26,7 @@ from dmuon.types import Layout, PlanError
 
 if TYPE_CHECKING:  # a function that plans imports what it needs: --help does without torch
     from dmuon.report.data import LoadBalanceReport
+    from dmuon.scheduler.costs import CostTable
     from dmuon.scheduler.plan import OwnershipPlan, Unit
     from dmuon.scheduler.shards import ShardMap
 
@@ -51,11 +52,20 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    verify = "only check the certificate of a saved plan"
+    add_planning(parser).add_argument("--verify", metavar="PLAN.json", help=verify)
+    add = parser.add_argument_group("output").add_argument
+    add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
+    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
+    add("--html", metavar="PATH", help="write the report as a web page")
+    add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
+
+
+def add_planning(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that say what `planner` plans; the group of --model, which is exclusive."""
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"{MODELS}. Presets: {', '.join(PRESETS)}")
-    verify = "only check the certificate of a saved plan"
-    what.add_argument("--verify", metavar="PLAN.json", help=verify)
     add = group.add_argument
     add("--dtype", help="dtype of the parameters: bfloat16, float32, ...")
     splits = "rows of the matrices that a fused parameter holds; may be repeated"
@@ -83,15 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
     add("--co-owners", choices=("auto", "off", "2", "4", "8"), help=shared)
     add("--solver", help="auto (default), milp, greedy or round_robin")
-    add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
     limit = "bound on the solver (default: that of PlannerOptions)"
     add("--time-limit", type=positive(float), metavar="SECONDS", help=limit)
     add("--max-batch", type=positive(int), metavar="B", help="most matrices in one batch")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
-    add("--html", metavar="PATH", help="write the report as a web page")
-    add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
+    return what
 
 
 def mesh_shape(text: str) -> tuple[int, ...]:
@@ -139,8 +144,8 @@ def _heads(text: str) -> tuple[str, int]:
     return pattern, counts[0]
 
 
-def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap]:
-    """Makes the plan that is asked for, with the solver of a name; and who holds what."""
+def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
+    """Makes the plan that is asked for, with the solver of a name; who holds what; and prices."""
     from dmuon.catalogue import model_specs
     from dmuon.config import PlannerOptions
     from dmuon.devices import GPU
@@ -179,7 +184,9 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
     costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)
     costs = costs if args.nic is None else costs.on_network(args.nic, ranks_per_node)
     specs = model_specs(args.model, args.dtype, splits=dict(args.splits), heads=dict(args.heads))
-    shards = evenly_sharded(specs, topology, args.ep, whole=layout is not Layout.SHARDED)
+    is_cut = layout is Layout.SHARDED
+    tp = getattr(args, "tp", 1) if is_cut else 1
+    shards = evenly_sharded(specs, topology, args.ep, tp, whole=not is_cut)
     # Where owners keep momentum any rank may own any matrix.
     limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
 
@@ -192,7 +199,7 @@ def _planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], 
             told = str(error).replace("PlannerOptions(owner_memory_bytes=...)", "--memory")
             raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
 
-    return planned, shards
+    return planned, shards, costs
 
 
 def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int]:
@@ -272,7 +279,7 @@ def _plan(args: argparse.Namespace) -> int:
     from dmuon.report.data import LoadBalanceReport
     from dmuon.report.render import printed
 
-    planned, shards = _planner(args)
+    planned, shards, _ = planner(args)
     plan = planned(args.solver or "auto")
     owned = Counter[int]()
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
@@ -306,12 +313,12 @@ def wrote(path: str, write: Callable[[], object]) -> None:
     """Write a file and say so; PlanError where it cannot be."""
     try:
         write()
-    except OSError as error:  # since `_check_writable` a disk is full, or a folder has gone
+    except OSError as error:  # since `check_writable` a disk is full, or a folder has gone
         raise PlanError(f"cannot write {path!r}: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
 
 
-def _check_writable(path: str) -> None:
+def check_writable(path: str) -> None:
     """Raise PlanError for a path that cannot be written, before minutes go into planning."""
     folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path) or "."
     exists = os.path.exists(path)
@@ -333,12 +340,12 @@ def _check_writable(path: str) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from dmuon.report.data import build_report, title
 
-    planner, _ = _planner(args)
+    planned, *_ = planner(args)
     reports: dict[str, LoadBalanceReport | None] = dict.fromkeys(COMPARED)
     notes = []
     for solver in COMPARED:
         try:
-            plan = planner(solver)
+            plan = planned(solver)
         except PlanError as error:
             note = str(error)
         else:
@@ -415,7 +422,7 @@ def _check_combination(args: argparse.Namespace) -> None:
         raise PlanError(f"--compare makes several plans: drop it, or drop {single}")
     for path in (args.json, args.html, args.save):
         if path not in (None, "-"):
-            _check_writable(path)
+            check_writable(path)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,25 +1,33 @@
 """Measures batches of each shape on this machine's device and prints the times; with --out writes
-the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of the command itself.
+the cost table for `plan --costs` and `simulate --costs`. Under torchrun all ranks measure at once,
+and the slowest counts. Exit status 2 for a mistake, 3 for a crash of the command itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from dmuon import devices
 from dmuon.catalogue import model_specs
-from dmuon.comm.transport import Transport
+from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.render import grid, printed
-from dmuon.scheduler.costs import CostTable, newton_schulz_flops
+from dmuon.scheduler.costs import CostTable, Rates, newton_schulz_flops
+from dmuon.scheduler.simulate import Group, collective
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import MODELS, positive, wrote
 from dmuon.types import PlanError
@@ -37,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whose = "whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
     whose += "momentum and normalization too (default: %(default)s)"
     add("--layout", choices=layouts, default="replicated", help=whose)
+    blocks = "also blocks of each matrix, its rows cut into so many, for block steps"
+    add("--blocks", type=_counts, default=(), metavar="N,...", help=blocks)
     count, most = positive(int), PlannerOptions().max_batch
     add("--max-batch", type=count, default=most, metavar="B", help="default: %(default)s matrices")
     late = "what is not reached in this time is estimated (default: %(default)g)"
@@ -66,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
     keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads or threads)
-        table = measured_costs(Transport(), keys, device, options, **how)
+        with _all_ranks(device) as transport:
+            table = measured_costs(transport, keys, device, options, **how)
+            table = replace(table, rates=measured_rates(transport, device))
+            if transport.rank:
+                return 0
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - begin
@@ -77,17 +91,102 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _all_ranks(device: torch.device) -> Iterator[Transport]:
+    """Those that torchrun has started, or this process alone."""
+    if not dist.is_torchelastic_launched():
+        yield Transport()
+        return
+    dist.init_process_group()
+    try:
+        yield C10dTransport(range(dist.get_world_size()))
+    finally:
+        dist.destroy_process_group()
+
+
+_TOKENS, _WIDTHS, _PASSED = 1024, (1024, 4096), 1 << 24  # of products; elements of a pass
+_EXCHANGED = 1 << 14, 1 << 20, 3 << 20  # elements of a collective
+
+
+def measured_rates(transport: Transport, device: torch.device) -> Rates:
+    """What a training step takes beside Newton-Schulz, while all ranks work at once; of the slowest
+    one. Products are in float32 on a CPU, else in bfloat16. A collective call."""
+    dtype = torch.float32 if devices.of(device).is_cpu else torch.bfloat16
+    x, w = (torch.ones(n, _WIDTHS[0], dtype=dtype, device=device) for n in (_TOKENS, _WIDTHS[1]))
+    source, few = torch.ones(_PASSED, device=device), torch.ones(8, device=device)
+    target, calls = torch.empty_like(source), 1000
+
+    def call() -> None:
+        for _ in range(calls):
+            few.add_(1.0)
+
+    products = _slowest(transport, device, lambda: x @ w.mT)
+    copied = _slowest(transport, device, lambda: target.copy_(source))
+    cloned = _slowest(transport, device, source.clone)
+    called = _slowest(transport, device, call)
+    turn_s, sent_s = _of_exchanges(transport, device)
+    operations = 2.0 * _TOKENS * _WIDTHS[0] * _WIDTHS[1]
+    passed = 2.0 * source.nbytes
+    return Rates(
+        operations / products, passed / copied, passed / cloned, called / calls, turn_s, sent_s
+    )
+
+
+def _slowest(transport: Transport, device: torch.device, work: Callable[[], object]) -> float:
+    """Mean seconds on the slowest rank; all begin together. A median would forget the tail."""
+    times = []
+    for _ in range(9):
+        if transport.world > 1:
+            dist.barrier()
+        watch = devices.Stopwatch(device)
+        watch.start()
+        work()
+        watch.stop()
+        times.append(watch.milliseconds() / 1e3)
+    return max(map(float, transport.gather_objects(statistics.fmean(times[1:]))))
+
+
+def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, float]:
+    """Seconds of a turn, and of a byte that a rank sends, by a fit to the frameworks' collectives
+    with the least relative errors."""
+    world, rows, times = transport.world, [], []
+    if world == 1:
+        return 0.0, 0.0
+    group, is_gloo = Group(world, world), dist.get_backend() == "gloo"
+    for numel in _EXCHANGED:
+        whole, other = torch.zeros(2, numel // world * world, device=device)
+        part = torch.zeros(numel // world, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": partial(dist.all_gather, [*other.chunk(world)], part),
+            "all_reduce": partial(dist.all_reduce, whole),
+            "reduce_scatter": partial(dist.reduce_scatter, part, [*other.chunk(world)]),
+            "all_to_all": partial(dist.all_to_all_single, other, whole),
+        }
+        for op, call in calls.items():
+            of = collective("", op, float(whole.nbytes), group, is_gloo=is_gloo)
+            rows.append((of.turns, of.sent))
+            times.append(_slowest(transport, device, call))
+    of_each = np.array(rows) / np.array(times)[:, None]
+    turn_s, sent_s = np.linalg.lstsq(of_each, np.ones(len(times)), rcond=None)[0]
+    return max(0.0, float(turn_s)), max(0.0, float(sent_s))
+
+
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
     """The matrices to measure for: the model's, or enough of each shape for every batch size."""
     if args.model is not None:
         matrices = model_specs(args.model, args.dtype).matrices
         if not matrices:
             raise PlanError(f"--model {args.model} has no matrices")
-        return [matrix.key for matrix in matrices]
+        cut = [replace(m, rows=-(-m.rows // n)) for n in args.blocks for m in matrices]
+        return [matrix.key for matrix in (*matrices, *cut)]
     dtype = args.dtype or "float32"
     if dtype not in ITEM_SIZE:
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
     return [(*shape, dtype) for shape in parse_shapes(args.shapes) for _ in range(args.max_batch)]
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(positive(int), text.split(",")))
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -122,5 +221,12 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
             named = "", ""
         rows.add_section()
     note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
+    if (found := table.rates) is not None:
+        note += (
+            f"\nOf a training step: products {found.products / 1e9:,.0f} GFLOP/s, passes "
+            f"{found.copies / 1e9:.1f} GB/s, into new memory {found.new / 1e9:.1f}; "
+            f"{1e6 * found.call_s:.1f} us a call, {1e6 * found.turn_s:.0f} us a turn of a "
+            f"collective, {1e9 * found.sent_s:.2f} ns of a core per byte sent."
+        )
     text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=_WIDTH, plain=False)
     return f"Newton-Schulz {table.source}\n{text}"

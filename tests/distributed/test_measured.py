@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -24,6 +25,9 @@ from dmuon.kernels.choice import candidates
 from dmuon.measure import Case, OwnerTimer, measured_costs
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import CostTable, ShapeKey
+from dmuon.scheduler.simulate import Machine
+from dmuon.scheduler.topology import Topology
+from dmuon.tools.profile import measured_rates
 from dmuon.types import ConsensusError, PlanError
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import REDUCING
@@ -444,3 +448,17 @@ def test_analytic_costs_are_those_of_the_device_of_all_ranks(rank, world):
         saved = named.plan
         named.close()
         dmuon.dedicate_params(seeded(Net), costs="analytic", plan=saved).close()
+
+
+@distributed(2)
+def test_ranks_agree_on_the_rates_of_a_training_step(rank, world):
+    transport = C10dTransport(range(world))
+    found = measured_rates(transport, CPU)
+    assert transport.gather_objects(found) == [found] * world
+    assert min(found.products, found.copies, found.new, found.call_s) > 0
+    assert found.turn_s > 0 or found.sent_s > 0
+    table = CostTable("here", {A: {1: 1.0}}, rates=found)
+    assert CostTable.from_json(table.to_json()) == table
+    table = replace(table, device=costs.ANALYTIC_DEVICES["cpu"])
+    assert Machine.of(table, Topology.flat(world)).rates == found
+    transport.close()

@@ -229,11 +229,11 @@ def test_devices_by_the_names_that_drivers_give(name, expected):
 
 
 @pytest.mark.parametrize("name", [
-    "", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090", "NVIDIA A10", "Ascend910_9391",
+    "", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 3090", "NVIDIA A10", "Ascend910_9391",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Max 1550", "h10",
 ])  # fmt: skip
 def test_a_device_without_a_row_is_an_error_that_lists_them(name):
-    with pytest.raises(PlanError, match=r"a100, .*gb300, .*mi300x, or costs='measured'") as error:
+    with pytest.raises(PlanError, match=r"a100, .*gb300, .*rtx4090, or costs='measured'") as error:
         resolve_costs("analytic", "cuda", name)
     assert (repr(name) if name else "of type cuda") in str(error.value)
     # Measured times need no name: they scale the model.
@@ -245,6 +245,7 @@ PEAKS = {
     "a100": 312, "a100-40gb": 312, "a100-pcie": 312, "a800": 312, "h100": 989, "h100-pcie": 756,
     "h100-nvl": 835, "h200-nvl": 835, "h200": 989, "h800": 989, "h20": 148, "b200": 2250,
     "gb200": 2250, "b300": 2250, "gb300": 2500, "mi250": 181, "mi300x": 1307, "ascend-910b": 313,
+    "rtx4090": 165,
 }  # fmt: skip
 
 

@@ -82,3 +82,9 @@ def test_without_nodes_nothing_is_forgotten(
     with pytest.raises(NoNodes, match="need root"):
         evidence.measure(again=True)
     assert kept.exists()
+
+
+def test_the_page_of_the_simulator_begins_with_where_it_is_wrong() -> None:
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    assert words(page) <= 1200
+    assert re.findall(r"^## (.*)$", page, re.M)[0] == "Where it is wrong, and by how much"

@@ -19,9 +19,8 @@ import dmuon
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
-from dmuon.scheduler.greedy import longest_first, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, Search, fitted_plan
-from dmuon.scheduler.problem import Problem, Shape, build_problem
+from dmuon.scheduler.problem import Problem, Shape, build_problem, longest_first, round_robin
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Form, ModelSpecs, OwnerLimits, ParameterSpec

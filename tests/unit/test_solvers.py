@@ -20,9 +20,16 @@ from dmuon.scheduler.bound import Holdings, cover, relaxed, simple_bound
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import AnalyticDevice, CostTable
-from dmuon.scheduler.greedy import greedy, improve
 from dmuon.scheduler.plan import Dual, Search
-from dmuon.scheduler.problem import UNLIMITED, Option, Problem, build_problem, frontier
+from dmuon.scheduler.problem import (
+    UNLIMITED,
+    Option,
+    Problem,
+    build_problem,
+    frontier,
+    greedy,
+    improve,
+)
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology

@@ -1,0 +1,878 @@
+"""A training step as it would run, from a plan and a few rates: a simulation, not a measurement.
+
+A `Run` is the machine: per class of ranks that are alike a host and a device that computes, and a
+wire inside nodes and one across them. The functions below it are the program that every rank
+executes: they issue the same collectives in the same order as `Pipeline.run`, the engines and the
+frameworks do. What each of them carries comes from outside, from the routes that execute::
+
+    host      calls ahead of the device, unless it is the device (a CPU)
+    device    forward | backward | operands | ... | Newton-Schulz | apply
+    inside         all-gathers, reduce-scatters of the framework
+    across                                      gather  scatter
+
+A collective begins once all ranks have come to it and its wires are free, and takes its turns and
+the longer of the two levels. docs/simulate.md says what is left out, and by how much that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from operator import add
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dmuon.scheduler.costs import CostTable, Rates
+from dmuon.scheduler.shards import is_back
+from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs, ParameterSpec
+from dmuon.scheduler.topology import Topology, layer_of
+from dmuon.types import Algorithm, PlanError
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+DEVICE, INSIDE, ACROSS = "device", "inside nodes", "across nodes"
+_DDP_BUCKET = 25 << 20  # torch's default
+_BASE_S, _TURN_S, _HOP_S = 8.4e-6, 3.4e-6, 10.6e-6  # 14 us to another node
+_UNLIMITED = 1e15
+
+# Passes over elements: how many of the parameter's dtype, and of Newton-Schulz's, they read and
+# write, on a CPU (foreach) and elsewhere (a kernel for norms, one for momentum and operand, one for
+# decay and update), and calls of the host, as tests/unit/test_counted.py counts them. AdamW reads a
+# gradient, and reads and writes a weight and two moments.
+Passes = tuple[tuple[int, int], tuple[int, int], int]
+_OPERAND: Passes = (4, 2), (5, 1), 40
+_COMMIT: Passes = (3, 0), (0, 0), 10
+_APPLY: Passes = (4, 1), (2, 1), 3
+_COPY: Passes = (0, 2), (0, 2), 1
+_ADAMW: Passes = (7, 0), (7, 0), 12
+_NORM: Passes = (1, 0), (1, 0), 4
+_UNIT_CALLS, _LAYER_CALLS = 3, 60  # of a batch of Newton-Schulz (a graph), of a layer in forward
+_DISPATCH_S = 3e-6  # of the host for a call, before it launches: measured with small tensors
+
+
+# ---- collectives -------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """So many ``ranks`` communicate, ``near`` of them on a node."""
+
+    ranks: int
+    near: int
+
+    @classmethod
+    def along(cls, topology: Topology, axes: Iterable[int]) -> Group:
+        """The ranks along these axes of a mesh that the first rank is one of."""
+        some = {*axes}
+        grid = np.arange(topology.world).reshape(topology.shape)
+        at = tuple(slice(None) if i in some else 0 for i in range(grid.ndim))
+        members = np.ravel(grid[at])
+        first = topology.node(int(members[0]))
+        return cls(len(members), sum(topology.node(int(r)) == first for r in members))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective: ``turns`` one after the other, of which so many ``hops`` go to other nodes;
+    bytes of the busiest rank ``inside`` its node and ``across`` nodes (where ranks share a card, of
+    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all."""
+
+    purpose: str
+    turns: float
+    hops: float
+    inside: float
+    across: float
+    sent: float
+
+    def __bool__(self) -> bool:
+        return self.sent > 0
+
+    def __mul__(self, times: float) -> Exchange:
+        each = (times * value for value in (self.inside, self.across, self.sent))
+        return Exchange(self.purpose, self.turns, self.hops, *each)
+
+
+def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: bool) -> Exchange:
+    """A collective on a tensor of so many bytes (of an all-gather the result, of a reduce-scatter
+    the operand): of rings, of which each leaves a node at another rank, or of direct messages.
+
+    On gloo a reduce-scatter is an all-reduce, of which each rank keeps its part.
+
+    >>> collective("", "all_gather", 800, Group(4, 1), is_gloo=False)
+    Exchange(purpose='', turns=3, hops=3, inside=0.0, across=600.0, sent=600.0)
+    """
+    n, near = group
+    passes = {"all_gather": 1, "all_to_all": 1, "all_reduce": 2, "reduce_scatter": 1 + is_gloo}[op]
+    sent = passes * nbytes * (n - 1) / n
+    if op == "all_to_all":
+        inside = sent * (near - 1) / max(1, n - 1)
+        return Exchange(purpose, min(1, n - 1), n > near, inside, sent - inside, sent)
+    turns, hops = passes * (n - 1), passes * (n // near - 1)
+    if op == "all_reduce" and not is_gloo:  # trees among nodes
+        turns, hops = 2 * (near - 1), 2 * math.ceil(math.log2(max(1, n // near)))
+    return Exchange(purpose, turns, hops, sent * (near > 1), sent / near * (n > near), sent)
+
+
+def direct(
+    purpose: str,
+    sent: Mapping[int, Floats],
+    came: Mapping[int, Floats],
+    alike: Floats,
+    node: Floats,
+    *,
+    is_shared: bool,
+) -> Exchange:
+    """An all-to-all: bytes that ranks send to, and receive from, each other rank, of one rank per
+    class; ``alike`` [world] says which of these each rank is like, ``node`` [world] where it is.
+    ``is_shared``: a node has one network card for all of its ranks."""
+    ports = np.zeros((2, 2, len(node)))  # (inside, across) x (sent, came)
+    for rank, others in sent.items():
+        is_near = node == node[rank]
+        is_near[rank] = False
+        for way, values in enumerate((others, came[rank])):
+            total = values.sum() - values[rank]
+            inside = values[is_near].sum()
+            ports[:, way, rank] = inside, total - inside
+    ports = ports[:, :, alike.astype(int)]
+    across = float(ports[1].max())
+    if is_shared:
+        on_node = node.astype(int)
+        most = max(float(np.bincount(on_node, way).max()) for way in ports[1])
+        across = most / float(np.bincount(on_node).max())
+    handed = float(ports[:, 0].sum(0).mean())
+    return Exchange(purpose, 1, across > 0, float(ports[0].max()), across, handed)
+
+
+# ---- the machine -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``rates`` of a rank, and what it sends inside its node and to others, in bytes per second. A
+    collective takes ``base_s``, and ``hop_s`` for each hop to another node beside its turn.
+    ``is_cpu``: its host is its device, and its framework (gloo) waits for each collective.
+    ``is_shared``: the ranks of a node share a network card, of which ``across`` is a part."""
+
+    rates: Rates
+    inside: float
+    across: float
+    is_cpu: bool
+    base_s: float = 0.0
+    hop_s: float = 0.0
+    is_shared: bool = True
+
+    @classmethod
+    def of(cls, costs: CostTable, topology: Topology) -> Machine:
+        """As a table of costs says: with rates that were measured, or those of its device, whose
+        latencies are what NCCL reckons with (src/graph/tuning.cc, rings with the Simple protocol).
+
+        Raises:
+            PlanError: a table of no device; of a CPU without rates, with those of one process for
+                several, or without a network card for several nodes.
+        """
+        device, nic = costs.device, costs.source.partition(", nic ")[2]
+        is_shared = nic.lower().endswith("node")
+        if device is None or (device.fitted and costs.rates is None):
+            raise PlanError(
+                f"{costs.source} has no rates of forward, backward and collectives: measure them "
+                "with torchrun --nproc-per-node N -m dmuon profile --out PATH (N ranks per node)"
+            )
+        if device.fitted and costs.rates is not None:  # its cores do what is sent inside a node
+            if topology.world > 1 and not costs.rates.turn_s + costs.rates.sent_s:
+                raise PlanError(
+                    f"{costs.source} was measured by one process, and {topology.world} ranks send: "
+                    "measure with torchrun --nproc-per-node N -m dmuon profile (N ranks per node)"
+                )
+            if topology.nodes > 1 and not nic:
+                raise PlanError(
+                    f"{topology.nodes} nodes of CPUs: give their network card, --nic 1Gb/node"
+                )
+            network = device.network if nic else _UNLIMITED
+            return cls(costs.rates, _UNLIMITED, network, True, is_shared=is_shared)
+        bandwidth, call_s = device.bandwidth, _DISPATCH_S + device.launch_s
+        rates = Rates(device.flops, bandwidth, bandwidth, call_s, _TURN_S, 0.0)
+        found = costs.rates or rates
+        return cls(found, device.link, device.network, False, _BASE_S, _HOP_S, is_shared)
+
+    def ms(self, exchange: Exchange) -> float:
+        wire = max(exchange.inside / self.inside, exchange.across / self.across)
+        latency = exchange.turns * self.rates.turn_s + exchange.hops * self.hop_s
+        latency += self.base_s * bool(exchange)
+        return 1e3 * (latency + wire) + self.handling_ms(exchange)
+
+    def handling_ms(self, exchange: Exchange) -> float:
+        """What of it a rank's own cores do."""
+        return 1e3 * exchange.sent * self.rates.sent_s
+
+    def passes_ms(self, nbytes: float | Floats, *, new: bool = False) -> Any:
+        """Of elementwise passes that read and write so many bytes, into ``new`` memory or not."""
+        return 1e3 * nbytes / (self.rates.new if new else self.rates.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the ``device`` of each class does or waits for, or a wire carries, [classes] ms each.
+    ``cause`` is the span that it waited for, ``of`` the class whose it was."""
+
+    name: str
+    kind: str
+    on: str
+    begin: Floats
+    end: Floats
+    cause: int = -1
+    of: int = 0
+
+
+class Run:
+    """Executes a program; ``spans`` is what happened, in the order in which it was issued."""
+
+    def __init__(self, machine: Machine, classes: int) -> None:
+        self.machine = machine
+        self.now, self.host = np.zeros(classes), np.zeros(classes)
+        self.spans: list[Span] = []
+        self._free = {INSIDE: (0.0, -1), ACROSS: (0.0, -1)}  # since when, and the last one on it
+        self._handling: dict[int, float] = {}
+
+    def _note(self, name: str, kind: str, on: str, begin: Floats, end: Floats, *why: int) -> int:
+        self.spans.append(Span(name, kind, on, begin, end, *why))
+        return len(self.spans) - 1
+
+    def compute(self, name: str, kind: str, ms: float | Floats, calls: float = 0) -> None:
+        """On the device, by so many calls of the host."""
+        calling, begin = 1e3 * calls * self.machine.rates.call_s, self.now
+        if self.machine.is_cpu:
+            self.now = begin + ms + calling
+            self._note(name, kind, DEVICE, begin, self.now)
+            return
+        called = self.host + calling
+        start = np.maximum(begin, self.host)
+        self.host, self.now = called, np.maximum(start + ms, called)
+        ended = np.minimum(self.now, start + ms)
+        if (start > begin).any():
+            self._note("host", "host", DEVICE, begin, start)
+        self._note(name, kind, DEVICE, start, ended)
+        if (self.now > ended).any():
+            self._note("host", "host", DEVICE, ended, self.now)
+
+    def send(self, name: str, exchange: Exchange) -> int:
+        """Issue a collective; what `wait` needs."""
+        levels = [INSIDE] * (exchange.inside > 0) + [ACROSS] * (exchange.across > 0)
+        if not self.machine.is_cpu:
+            self.host = self.host + 1e3 * self.machine.rates.call_s
+        ready = np.maximum(self.now, self.host)
+        last = int(ready.argmax())
+        begin, cause = float(ready[last]), -1
+        for level in levels:
+            free, before = self._free[level]
+            if free > begin:
+                begin, cause = free, before
+        end = begin + self.machine.ms(exchange)
+        times = np.full_like(self.now, begin), np.full_like(self.now, end)
+        for level in levels or [INSIDE]:
+            number = self._note(name, exchange.purpose, level, *times, cause, last)
+        for level in levels:
+            self._free[level] = end, number
+        self._handling[number] = self.machine.handling_ms(exchange)
+        return number
+
+    def wait(self, number: int) -> None:
+        """The device goes on when a collective has ended; its part in that takes time anyway."""
+        sent = self.spans[number]
+        begin, busy = self.now, self.now + self._handling.pop(number, 0.0)
+        self.now = np.maximum(busy, sent.end)
+        if (self.now > begin).any():
+            self._note(f"wait: {sent.name}", sent.kind, DEVICE, begin, self.now, number)
+
+    def exchange(self, name: str, exchange: Exchange) -> None:
+        if exchange:
+            self.wait(self.send(name, exchange))
+
+    def meet(self) -> None:
+        """The host reads a result, such as the loss."""
+        self.host = np.maximum(self.host, self.now)
+
+    # ---- what happened -------------------------------------------------------------------
+
+    def parts(self, since: float = 0.0) -> dict[str, float]:
+        """Of the slowest class: its milliseconds by kind of work, and by what it waited for."""
+        slowest, found = int(self.now.argmax()), defaultdict[str, float](float)
+        for span in self.spans:
+            if span.on == DEVICE:
+                ms = span.end[slowest] - max(since, span.begin[slowest])
+                kind = span.kind if span.cause < 0 else f"wait for {span.kind}"
+                found[kind] += max(0.0, float(ms))
+        return {kind: ms for kind, ms in found.items() if ms > 1e-9}
+
+    def critical_path(self, since: float = 0.0) -> dict[str, float]:
+        """Milliseconds by name along the chain of what had to be waited for, from its end."""
+        found = defaultdict[str, float](float)
+        which, moment = int(self.now.argmax()), float(self.now.max())
+        at = len(self.spans) - 1
+        while at >= 0 and moment > since:
+            span = self.spans[at]
+            if span.on != DEVICE or span.end[which] <= span.begin[which]:
+                at -= 1
+                continue
+            sent = self.spans[span.cause] if span.cause >= 0 else None
+            if sent is None or sent.end[which] < moment - 1e-9:
+                found[span.kind] += moment - max(since, float(span.begin[which]))
+                moment, at = float(span.begin[which]), at - 1
+                continue
+            while sent is not None and moment > since:
+                at, which = span.cause, sent.of
+                found[sent.kind] += moment - max(since, min(moment, float(sent.begin[0])))
+                moment, span = float(sent.begin[0]), sent
+                sent = self.spans[span.cause] if span.cause >= 0 else None
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+# ---- the model ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rank does in a step: ``tokens``, in sequences of ``sequence``; ``recompute``: forward
+    again in backward (activation checkpointing). ``active`` experts see each token. ``tp`` ranks
+    share each matrix, ``ep`` ranks each stack of experts. ``used`` and ``reduced``: bytes of an
+    element of weights as they are gathered, and of gradients (0: the parameter's)."""
+
+    tokens: int
+    sequence: int
+    recompute: bool = False
+    active: int = 0
+    tp: int = 1
+    ep: int = 1
+    used: int = 0
+    reduced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer, or what is in none (the root), on one rank: operations of ``forward`` and
+    ``backward``, bytes ``moved`` by elementwise passes in forward; bytes of weights as they are
+    gathered, and of gradients, each of (ordinary ones, experts), and of all that AdamW updates
+    (``rest``); bytes of activations that are ``routed`` to experts, and ``summed`` over
+    tensor-parallel ranks."""
+
+    name: str
+    forward: float = 0.0
+    backward: float = 0.0
+    moved: float = 0.0
+    weights: tuple[float, float] = (0.0, 0.0)
+    gradients: tuple[float, float] = (0.0, 0.0)
+    rest: float = 0.0
+    routed: float = 0.0
+    summed: float = 0.0
+
+    def __add__(self, other: Block) -> Block:
+        mine, its = (
+            (b.forward, b.backward, b.moved, *b.weights, *b.gradients, b.rest, b.routed, b.summed)
+            for b in (self, other)
+        )
+        forward, backward, moved, w, we, g, ge, *rest = map(add, mine, its)
+        return Block(self.name, forward, backward, moved, (w, we), (g, ge), *rest)
+
+
+def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
+    """The root, then the layers in order. Products with each weight cost 2 operations per element
+    and token, twice that in backward; attention 4 x sequence x width per token, half of it masked.
+
+    Raises:
+        PlanError: stacks of experts, and nothing says how many are active; or more than there are.
+    """
+    stacks = {m.parameter for m in specs.matrices if m.form.is_stack}
+    fewest = min((specs.parameters[i].shape[0] for i in stacks), default=0)
+    if bool(stacks) != bool(load.active) or load.active > fewest:
+        there = f"stacks of {fewest} experts" if stacks else "no stack of experts"
+        raise PlanError(
+            f"found {there}, --active {load.active}: pass --active N, seen by each token"
+        )
+    tables = [p for p in specs.parameters if p.reason.startswith("embedding")]
+    found = {"": Block("root")}
+    for i, p in enumerate((*specs.parameters, *specs.frozen)):
+        # A table is read, not multiplied, unless it is the output head, too.
+        is_used = len(p.shape) > 1 and (p not in tables or "tied to" in p.reason)
+        layer = layer_of(p.name)
+        own = _of_weight(p, load, is_used, i in stacks, i >= len(specs.parameters))
+        found[layer] = found.get(layer, Block(layer)) + own
+    if not tables:
+        return [*found.values()]
+    width = tables[0].shape[-1]
+    activations = float(load.tokens * width * (load.used or ITEM_SIZE.get(tables[0].dtype, 2)))
+    # Of the heads together: what the projection back to the residual stream takes, if any has it.
+    inside = [p for p in specs.parameters if "att" in p.name.lower() and len(p.shape) > 1]
+    attending = {layer_of(p.name): width for p in inside}
+    attending |= {layer_of(p.name): math.prod(p.shape[1:]) for p in inside if is_back(p.name)}
+    routing = {layer_of(specs.parameters[i].name) for i in stacks if load.ep > 1}
+    for layer in found.keys() - {""}:
+        attention = 2.0 * load.sequence * attending.get(layer, 0) * load.tokens / load.tp
+        routed = activations * load.active * (layer in routing)
+        summed = 2 * activations * (load.tp > 1)
+        found[layer] += Block("", attention, 2 * attention, routed=routed, summed=summed)
+    return [*found.values()]
+
+
+def _of_weight(
+    p: ParameterSpec, load: Load, is_used: bool, is_stack: bool, is_frozen: bool
+) -> Block:
+    """What one parameter adds to its block."""
+    item = ITEM_SIZE.get(p.dtype, 4)
+    parts = load.ep if is_stack else load.tp if len(p.shape) > 1 else 1
+    # Tokens of all ranks that share the experts go through a rank's part of these.
+    seen = load.tokens * is_used * (load.active if is_stack else 1 / parts)
+    operations = 2.0 * p.numel / (p.shape[0] if is_stack else 1) * seen
+    sides = sum(p.shape[-2:]) if is_stack else p.shape[0] + p.numel // max(1, p.shape[0])
+    moved = 1.5 * (load.used or item) * seen * sides
+    weights = p.numel / parts * (load.used or item)
+    gradients = p.numel / parts * (load.reduced or item) * (not is_frozen)
+    ordinary = not is_stack
+    return Block(
+        "", operations, operations * (1 if is_frozen else 2), moved,
+        (weights * ordinary, weights * is_stack), (gradients * ordinary, gradients * is_stack),
+        weights * (p.algorithm is Algorithm.ADAMW),
+    )  # fmt: skip
+
+
+# ---- what a step is made of --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Matrices that travel together. By class of ranks: Newton-Schulz ``ms``, ``units`` that it
+    takes, elements ``owned`` and ``held``."""
+
+    gather: Exchange
+    scatter: Exchange
+    replicate: Exchange
+    ms: Floats
+    units: Floats
+    owned: Floats
+    held: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of the framework: of all ranks, of a shard of ordinary weights and of
+    experts, of ranks with equal shards, of those that share tokens among experts, or matrices."""
+
+    world: Group
+    shards: Group
+    experts: Group
+    replicas: Group
+    ep: Group
+    tp: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Elements of matrices and of AdamW's parameters, by class of ranks, and of the ``whole``
+    model's matrices; Newton-Schulz in (ms, batches): of what lies on one rank alone and of all
+    blocks in a block step, by class, and of all matrices one by one. Bytes of an element of a
+    parameter, and of one that goes through Newton-Schulz."""
+
+    matrices: Floats
+    adamw: Floats
+    whole: float
+    alone_ms: Floats
+    blocks: tuple[Floats, Floats]
+    every: tuple[float, int]
+    item: int
+    ns_item: int
+
+
+class Around(Enum):
+    """Who moves weights and gradients: a framework, or dmuon in one of the layouts whose owners
+    keep momentum."""
+
+    FSDP2 = "FSDP2"
+    DDP = "DDP"
+    REDUCED = "reduce_to_owner"
+    DEDICATED = "dedicated"
+
+    @property
+    def keeps_state_at_owners(self) -> bool:
+        return self in (Around.REDUCED, Around.DEDICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All of a training step, with the collectives of whoever is ``around`` the model. ``slots``:
+    buckets under way at once. ``uneven``: what the busiest owner of a layer sends of it, relative
+    to the mean. ``is_late``: publish="async". ``shards_rest``: in `dedicated` FSDP2 has what AdamW
+    updates."""
+
+    machine: Machine
+    around: Around
+    blocks: Sequence[Block]
+    groups: Groups
+    load: Load
+    buckets: Sequence[Bucket]
+    verdict: Exchange
+    work: Work
+    slots: int = 2
+    uneven: float = 1.0
+    is_late: bool = False
+    clips: bool = False
+    shards_rest: bool = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether each of the framework's collectives is waited for at once."""
+        return self.machine.is_cpu and self.around is Around.FSDP2
+
+    def collective(
+        self, purpose: str, op: str, nbytes: float, group: Group, *, direct: bool = False
+    ) -> Exchange:
+        """``direct``: by messages on gloo, as dmuon does it."""
+        is_gloo = self.machine.is_cpu
+        op = "all_to_all" if direct and is_gloo else op
+        return collective(purpose, op, nbytes, group, is_gloo=is_gloo)
+
+    def gathers(self, block: Block) -> list[Exchange]:
+        """Of a block's weights, before it runs."""
+        groups = self.groups
+        if self.around is Around.DEDICATED:
+            owned, of = sum(block.weights) - block.rest, groups.shards
+            rest = block.rest * (self.shards_rest and not self.machine.is_cpu)
+            own = self.collective("weights", "all_gather", owned, of, direct=True) * self.uneven
+            found = [own, self.collective("FSDP all-gather", "all_gather", rest, of)]
+            return [each for each in found if each]
+        if self.around is not Around.FSDP2:
+            return []
+        both = zip(block.weights, (groups.shards, groups.experts))
+        every = (self.collective("FSDP all-gather", "all_gather", n, group) for n, group in both)
+        return [each for each in every if each]
+
+    def reductions(self, block: Block) -> list[Exchange]:
+        """Of its gradients."""
+        groups, whole, make = self.groups, sum(block.gradients), self.collective
+        if self.around is Around.DDP:
+            every = [make("DDP all-reduce", "all_reduce", whole, groups.world)]
+        elif self.around is Around.FSDP2:
+            both = [*zip(block.gradients, (groups.shards, groups.experts))]
+            every = [make("FSDP reduce-scatter", "reduce_scatter", n, of) for n, of in both]
+            shards = [(n / of.ranks, groups.replicas) for n, of in both]
+            every += [make("HSDP all-reduce", "all_reduce", n, of) for n, of in shards]
+        else:  # matrices' to owners, and those of the rest to all, or to shards
+            rest = whole * block.rest / (sum(block.weights) or 1)
+            of, is_cut = groups.world, self.around is Around.DEDICATED and self.shards_rest
+            if self.around is Around.DEDICATED:
+                of = groups.shards
+            every = [
+                make("gradients", "reduce_scatter", whole - rest, of, direct=True) * self.uneven
+            ]
+            if not (is_cut and self.machine.is_cpu):  # see `of_rest`
+                op = "reduce_scatter" if is_cut else "all_reduce"
+                every.append(make("gradients of the rest", op, rest, of))
+            if self.around is Around.DEDICATED:
+                share = rest / of.ranks if is_cut else rest
+                every.append(make("HSDP all-reduce", "all_reduce", share, groups.replicas))
+        return [each for each in every if each]
+
+    def to_owners(self, block: Block) -> Exchange:
+        """In "dedicated" with replicas, after backward: gradients from holders to owners."""
+        whole = sum(block.gradients) * (self.around is Around.DEDICATED)
+        owned = whole * (1 - block.rest / (sum(block.weights) or 1)) / self.groups.shards.ranks
+        purpose = "gradients across replicas"
+        return self.collective(purpose, "reduce_scatter", owned, self.groups.replicas, direct=True)
+
+    def of_rest(self, block: Block, op: str) -> Exchange:
+        """FSDP2's own collective in "dedicated" on gloo, where it is waited for."""
+        nbytes = block.rest * (self.around is Around.DEDICATED and self.shards_rest)
+        nbytes *= self.machine.is_cpu
+        return self.collective(f"FSDP {op}", op, nbytes, self.groups.shards)
+
+    def to_holders(self, block: Block) -> Exchange:
+        """In "dedicated" with replicas, what owners publish of a block, in the kept dtype."""
+        owned = (sum(block.weights) - block.rest) / self.groups.shards.ranks
+        owned *= self.work.item / (self.load.used or self.work.item)
+        return self.collective("weights to holders", "all_gather", owned, self.groups.replicas)
+
+
+# ---- forward and backward ----------------------------------------------------------------
+
+
+class Model:
+    """Forward and backward of a job, with the collectives of its framework. ``late``: updates that
+    a layer of the next forward waits for."""
+
+    def __init__(self, run: Run, job: Job) -> None:
+        self.run, self.job = run, job
+        self.late: dict[int, list[int]] = defaultdict(list)
+
+    def _compute(self, block: Block, kind: str) -> None:
+        run, job, is_back = self.run, self.job, kind == "backward"
+        passes = 1 + (is_back and job.load.recompute)
+        operations = block.backward + block.forward * (passes - 1) if is_back else block.forward
+        ms = 1e3 * operations / run.machine.rates.products
+        ms += run.machine.passes_ms((is_back + passes) * block.moved)
+        run.compute(f"{block.name} {kind}", kind, ms, (1 + is_back) * _LAYER_CALLS)
+        routed = job.collective("experts' tokens", "all_to_all", block.routed, job.groups.ep)
+        summed = job.collective("tensor parallelism", "all_reduce", block.summed, job.groups.tp)
+        for _ in range(passes):  # to the experts, and back
+            for name, each in (("tokens", routed), ("tokens", routed), ("sums", summed)):
+                run.exchange(f"{block.name} {name}", each)
+
+    def _copies(self, nbytes: float) -> None:
+        """Into and out of the buffers of FSDP2's collectives."""
+        if self.job.around is Around.FSDP2 and self.job.groups.shards.ranks > 1:
+            ms = self.run.machine.passes_ms(2 * nbytes, new=True)
+            self.run.compute("buffers", "copies of FSDP", ms, 4)
+
+    def _gather(self, block: Block) -> list[int]:
+        return [self.run.send(block.name, each) for each in self.job.gathers(block)]
+
+    def _arrive(self, block: Block, sent: Iterable[int]) -> None:
+        for number in sent:
+            self.run.wait(number)
+        self._copies(sum(block.weights))
+
+    def _reduce(self, block: Block) -> list[int]:
+        self._copies(sum(block.gradients))
+        sent = []
+        for each in self.job.reductions(block):
+            sent.append(self.run.send(block.name, each))
+            if self.job.waits:
+                self.run.wait(sent.pop())
+        return sent
+
+    def _through(self, layers: Sequence[tuple[int, Block]], kind: str) -> Iterator[Block]:
+        """Compute layer by layer, each with its weights; the next ones come meanwhile."""
+        following = self._gather(layers[0][1]) if layers and not self.job.waits else []
+        for n, (i, block) in enumerate(layers):
+            arriving = self._gather(block) if self.job.waits else following
+            if not self.job.waits:
+                following = self._gather(layers[n + 1][1]) if n + 1 < len(layers) else []
+            for number in self.late.pop(i, ()) if kind == "forward" else ():
+                self.run.wait(number)
+            self._arrive(block, arriving)
+            self.run.exchange(f"{block.name} rest", self.job.of_rest(block, "all_gather"))
+            self._compute(block, kind)
+            if kind == "backward":
+                self.run.exchange(f"{block.name} rest", self.job.of_rest(block, "reduce_scatter"))
+            yield block
+
+    def forward(self) -> None:
+        root, *layers = self.job.blocks
+        self._arrive(root, self._gather(root))
+        for _ in self._through([*enumerate(layers)], "forward"):
+            pass
+        self._compute(root, "forward")
+
+    def backward(self) -> None:
+        root, *layers = self.job.blocks
+        self._compute(root, "backward")
+        sent, gathered, nothing = list[int](), Block("gradients"), Block("gradients")
+        for block in self._through([*enumerate(layers)][::-1], "backward"):
+            gathered += replace(block, name="")
+            is_bucketed = self.job.around in (Around.DDP, Around.REDUCED)
+            if not is_bucketed or sum(gathered.gradients) >= _DDP_BUCKET:
+                sent += self._reduce(replace(gathered, name=block.name))
+                gathered = nothing
+        sent += self._reduce(gathered + root)
+        for number in sent:
+            self.run.wait(number)
+        across = [self.run.send(b.name, each) for b in layers if (each := self.job.to_owners(b))]
+        for number in across:
+            self.run.wait(number)
+
+
+# ---- optimizers --------------------------------------------------------------------------
+
+Program = Callable[[Run, Job, Model], None]
+
+
+def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int = 1) -> None:
+    """Elementwise passes over so many elements of a rank, by so many ``times`` their calls."""
+    *each, calls = of
+    items, ns_items = each[not run.machine.is_cpu]
+    nbytes = (items * job.work.item + ns_items * job.work.ns_item) * elements
+    run.compute(name, "elementwise", run.machine.passes_ms(nbytes), times * calls)
+
+
+def _clip(run: Run, job: Job) -> None:
+    if job.clips:
+        _passes(run, job, "norm", _NORM, job.work.matrices + job.work.adamw)
+        run.exchange("clipping", replace(job.verdict, purpose="clipping"))
+
+
+def adamw(run: Run, job: Job, model: Model) -> None:
+    """AdamW on everything; foreach, or fused."""
+    _clip(run, job)
+    elements = job.work.matrices + job.work.adamw
+    _passes(run, job, "AdamW", _ADAMW, elements)
+
+
+def full_step(run: Run, job: Job, model: Model) -> None:
+    """Muon, momentum with parameters: `ParamsEngine._full_step`."""
+    _clip(run, job)
+    _passes(run, job, "operands", _OPERAND, job.work.matrices)
+    _Pipelined(run, job).run(run.send("verdict", job.verdict), model)
+
+
+class _Pipelined:
+    """`Pipeline.run`: what is sent and not yet waited for, by bucket."""
+
+    def __init__(self, run: Run, job: Job) -> None:
+        self._run, self._job = run, job
+        self._gathers: dict[int, int] = {}
+        self._scatters: dict[int, int] = {}
+        self._replicas: dict[int, int] = {}
+
+    def run(self, verdict: int, model: Model) -> None:
+        run, job = self._run, self._job
+        only_publishes = not any(bucket.gather for bucket in job.buckets)
+        is_ahead = bool(job.buckets) and only_publishes and run.machine.is_cpu
+        if not is_ahead:
+            run.wait(verdict)
+        for b in range(job.slots):
+            self._gather(b)
+        if not only_publishes:
+            self._meanwhile()
+        for b, bucket in enumerate(job.buckets):
+            self._own(b, bucket)
+            if not b and is_ahead:
+                run.wait(verdict)
+            if bucket.scatter:
+                self._scatters[b] = run.send(f"scatter {b}", bucket.scatter)
+            if b:
+                self._replicate(b - 1)
+        if job.buckets:
+            self._replicate(len(job.buckets) - 1)
+        if only_publishes:
+            self._meanwhile()
+        for b in range(max(0, len(job.buckets) - job.slots), len(job.buckets)):
+            if job.is_late:  # at the layer whose weights they are
+                late = [of.pop(b) for of in (self._scatters, self._replicas) if b in of]
+                model.late[b * len(job.blocks) // len(job.buckets)] += late
+            self._apply(b)
+
+    def _meanwhile(self) -> None:
+        run, work = self._run, self._job.work
+        _passes(run, self._job, "momentum", _COMMIT, work.matrices)
+        if work.alone_ms.any():
+            run.compute("alone", "Newton-Schulz", work.alone_ms, _UNIT_CALLS)
+            alone = work.matrices - sum(bucket.held for bucket in self._job.buckets)
+            _passes(run, self._job, "apply what is alone", _APPLY, alone)
+        _passes(run, self._job, "AdamW on the rest", _ADAMW, work.adamw)
+
+    def _own(self, b: int, bucket: Bucket) -> None:
+        """What an owner does: assemble, Newton-Schulz, copy to where it leaves from."""
+        run, job = self._run, self._job
+        if b in self._gathers:
+            run.wait(self._gathers.pop(b))
+        _passes(run, job, f"assembly {b}", _COPY, bucket.owned)
+        self._gather(b + job.slots)
+        if b >= job.slots:
+            self._apply(b - job.slots)
+        run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
+        _passes(run, job, f"leaving {b}", _COPY, bucket.owned)
+
+    def _gather(self, b: int) -> None:
+        if b < len(self._job.buckets) and self._job.buckets[b].gather:
+            self._gathers[b] = self._run.send(f"gather {b}", self._job.buckets[b].gather)
+
+    def _replicate(self, b: int) -> None:
+        if self._job.buckets[b].replicate:
+            if b in self._scatters:
+                self._run.wait(self._scatters.pop(b))
+            self._replicas[b] = self._run.send(f"replicate {b}", self._job.buckets[b].replicate)
+
+    def _apply(self, b: int) -> None:
+        for sent in (self._scatters, self._replicas):
+            if b in sent:
+                self._run.wait(sent.pop(b))
+        _passes(self._run, self._job, f"apply {b}", _APPLY, self._job.buckets[b].held)
+
+
+def block_step(run: Run, job: Job, model: Model) -> None:
+    """MuonBP's block step: no traffic."""
+    work, (ms, batches) = job.work, job.work.blocks
+    _clip(run, job)
+    _passes(run, job, "operands", _OPERAND, work.matrices)
+    _passes(run, job, "momentum", _COMMIT, work.matrices)
+    run.compute("blocks", "Newton-Schulz", ms, _UNIT_CALLS * float(batches.max()))
+    _passes(run, job, "apply", _APPLY, work.matrices)
+    _passes(run, job, "AdamW on the rest", _ADAMW, work.adamw)
+
+
+def owners_step(run: Run, job: Job, model: Model) -> None:
+    """Muon, momentum with owners, whose prices include it. In `reduced` each owner's updates leave
+    in one broadcast per bucket."""
+    _clip(run, job)
+    run.exchange("verdict", job.verdict)
+    sent = []
+    for b, bucket in enumerate(job.buckets):
+        run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
+        if bucket.scatter:
+            sent.append(run.send(f"updates {b}", bucket.scatter))
+        else:  # its weights lie here
+            _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
+    if job.around is Around.DEDICATED:
+        for i, block in enumerate(job.blocks[1:]):
+            if published := job.to_holders(block):
+                model.late[i].append(run.send(f"{block.name} to holders", published))
+    _passes(run, job, "AdamW on the rest", _ADAMW, job.work.adamw)
+    for number, bucket in zip(sent, job.buckets):
+        run.wait(number)
+        _passes(run, job, "apply", _APPLY, bucket.held)
+
+
+def redundant_step(run: Run, job: Job, model: Model) -> None:
+    """Every rank orthogonalizes everything: `torch.optim.Muon`, after DDP or, where weights are
+    sharded, after an all-gather of each momentum in turn ("gather-then-compute")."""
+    (ms, count), work = job.work.every, job.work
+    _clip(run, job)
+    each = work.ns_item * work.whole / max(1, count) * (job.around is Around.FSDP2)
+    parts = (each / job.load.tp, job.groups.shards), (each, job.groups.tp)
+    gathered = [job.collective("momentum", "all_gather", *part) for part in parts]
+    for _ in range(count):
+        for part in gathered:
+            run.exchange("momentum", part)
+    _passes(run, job, "momentum", _COPY, work.matrices, 3 * count)
+    run.compute("everything", "Newton-Schulz", ms, 15 * count)
+    _passes(run, job, "apply", _APPLY, work.matrices, count)
+    _passes(run, job, "AdamW on the rest", _ADAMW, work.adamw)
+
+
+# ---- answers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step: ``ms`` in all, ``optimizer_ms`` in the optimizer; ``run`` has the spans,
+    from ``since`` on."""
+
+    ms: float
+    optimizer_ms: float
+    run: Run
+    since: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of the slowest rank by kind of work, and by what it waited for."""
+        return self.run.parts(self.since)
+
+    @property
+    def critical_path(self) -> dict[str, float]:
+        """Milliseconds by kind along the chain of what had to be waited for."""
+        return self.run.critical_path(self.since)
+
+
+def simulate(job: Job, program: Program | None = None) -> Step:
+    """The second of two training steps, so that what one leaves to the next counts; ``program`` is
+    the optimizer's (None: Muon as the job's layout runs it)."""
+    own = owners_step if job.around.keeps_state_at_owners else full_step
+    run = Run(job.machine, len(job.work.matrices))
+    model, since, begin = Model(run, job), 0.0, 0.0
+    for _ in range(2):
+        since = float(run.now.max())
+        run.meet()
+        model.forward()
+        model.backward()
+        begin = float(run.now.max())
+        (program or own)(run, job, model)
+    end = float(run.now.max())
+    return Step(end - since, end - begin, run, since)

@@ -1,0 +1,678 @@
+"""Simulates a training step: what Muon costs on a mesh and a network, beside AdamW, and why.
+
+Nothing is measured and nothing runs. docs/simulate.md says how far to trust the numbers. Exit
+status 2 for a mistake, 3 for a crash of the command itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dmuon.comm.buckets import cut_buckets, publish_buckets
+from dmuon.comm.routes import BucketRoute, bucket_route
+from dmuon.config import BATCH_BYTES, BUCKET_BYTES, ReplicatedOptions, ShardedOptions
+from dmuon.report.render import grid, percent, printed
+from dmuon.scheduler.costs import CostTable, largest_batch
+from dmuon.scheduler.json_files import write_text
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.simulate import (
+    ACROSS,
+    DEVICE,
+    INSIDE,
+    Around,
+    Bucket,
+    Exchange,
+    Floats,
+    Group,
+    Groups,
+    Job,
+    Load,
+    Machine,
+    Step,
+    Work,
+    adamw,
+    block_step,
+    blocks_of,
+    collective,
+    direct,
+    redundant_step,
+    simulate,
+)  # fmt: skip
+from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.topology import holds_replicas, layer_of
+from dmuon.tools.plan import (
+    LAYOUTS,
+    add_planning,
+    check_writable,
+    memory_bytes,
+    memory_of,
+    planner,
+    positive,
+    show,
+    wrote,
+)  # fmt: skip
+from dmuon.types import KernelChoice, Layout, PlanError
+
+_MOST_CLASSES, _LOOKED_AT = 256, 300_000  # of ranks; routes of matrices, in all
+_MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
+_NOTHING = Exchange("", 0, 0, 0.0, 0.0, 0.0)
+
+
+# ---- from a plan to what travels ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The buckets of a plan as they travel, of one rank per class: ``alike`` [world] says which one
+    each rank is like; an element that travels has ``item`` bytes."""
+
+    plan: OwnershipPlan
+    shards: ShardMap
+    units: Sequence[Unit]
+    cuts: Sequence[Sequence[int]]
+    alike: np.ndarray[Any, Any]
+    item: int
+
+    @classmethod
+    def of(
+        cls, plan: OwnershipPlan, shards: ShardMap, options: ShardedOptions, item: int
+    ) -> Routes:
+        units = units_of(plan, [0] * len(plan.specs.matrices))
+        travelling = [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
+        cuts = cut_buckets(units, travelling, options.bucket_bytes, options.min_buckets, item)
+        return cls(plan, shards, units, cuts, _alike(shards, units, cuts), item)
+
+    @property
+    def ranks(self) -> list[int]:
+        """One of each class."""
+        return sorted({*self.alike.tolist()})
+
+    def each(self, value: Callable[[int], float]) -> Floats:
+        """A value of a rank of each class."""
+        return np.array([value(rank) for rank in self.ranks], float)
+
+    def buckets(self, machine: Machine) -> list[Bucket]:
+        return [self._bucket(members, machine) for members in self.cuts]
+
+    def _bucket(self, members: Sequence[int], machine: Machine) -> Bucket:
+        routes = {r: bucket_route(self.shards, self.units, members, r) for r in self.ranks}
+        firsts = (
+            self.units[u] for u in members if self.units[u].owner == self.units[u].first_owner
+        )
+        matrices = [i for unit in firsts for i in unit.matrices]
+        owned = {r: [self.units[u] for u in route.units] for r, route in routes.items()}
+        return Bucket(
+            *self._exchanges(routes, machine),
+            ms=self.each(lambda r: sum(unit.ms for unit in owned[r])),
+            units=self.each(lambda r: len(owned[r])),
+            owned=self.each(lambda r: sum(unit.numel for unit in owned[r])),
+            held=self.each(lambda r: sum(self.shards.piece(i, r).numel for i in matrices)),
+        )
+
+    def _exchanges(
+        self, routes: Mapping[int, BucketRoute], machine: Machine
+    ) -> tuple[Exchange, Exchange, Exchange]:
+        """The gather, scatter and replication of a bucket. What `Transport.all_gather` sends goes
+        by messages on gloo, and in rings elsewhere."""
+        topology, world = self.plan.topology, self.shards.world
+        node = np.array([topology.node(rank) for rank in range(world)])
+        made = partial(direct, alike=self.alike, node=node, is_shared=machine.is_shared)
+
+        def nbytes(splits: Sequence[int]) -> Floats:
+            return self.item * np.array(splits, float)
+
+        def ring(purpose: str, whole: float, ranks: Sequence[int]) -> Exchange:
+            near = int((node[[*ranks]] == node[ranks[0]]).sum())
+            return collective(purpose, "all_gather", whole, Group(len(ranks), near), is_gloo=False)
+
+        if all(route.everywhere for route in routes.values()):  # each owner's share to all
+            shares = nbytes(next(iter(routes.values())).came.splits)
+            if not machine.is_cpu:
+                return _NOTHING, ring("updates", float(shares.sum()), range(world)), _NOTHING
+            sent = {rank: np.full(world, shares[rank]) for rank in routes}
+            return _NOTHING, made("updates", sent, dict.fromkeys(routes, shares)), _NOTHING
+        held = {rank: nbytes(route.held.splits) for rank, route in routes.items()}
+        owned = {rank: nbytes(route.owned.splits) for rank, route in routes.items()}
+        passed = {rank: np.zeros((2, world)) for rank in routes}  # sent, came
+        rings = [_NOTHING]
+        for rank, route in routes.items():
+            for one in route.replications:
+                shares = nbytes(one.others.splits)
+                passed[rank][0][list(one.ranks)] += shares[rank]
+                passed[rank][1] += shares
+                rings.append(ring("replicate", float(shares.sum()), one.ranks))
+        sent, came = ({rank: both[way] for rank, both in passed.items()} for way in (0, 1))
+        replicated = made("replicate", sent, came)
+        if not machine.is_cpu:
+            replicated = max(rings, key=lambda each: each.sent)
+        return made("gather", held, owned), made("scatter", owned, held), replicated
+
+    def published(self, is_gloo: bool) -> list[Bucket]:
+        """What owners compute and, in `reduced`, publish in broadcasts: the n-th of each owner."""
+        plan, size = self.plan, ReplicatedOptions().publish_bucket_bytes
+        world = Group.along(plan.topology, range(len(plan.topology.shape)))
+        of_owner: dict[int, list[list[Unit]]] = defaultdict(list)
+        for owner, members in publish_buckets(self.units, size, self.item):
+            of_owner[owner].append([self.units[u] for u in members])
+        return [
+            self._published(
+                {owner: mine[n] for owner, mine in of_owner.items() if n < len(mine)},
+                world,
+                is_gloo,
+            )
+            for n in range(max(map(len, of_owner.values()), default=0))
+        ]
+
+    def _published(self, turn: Mapping[int, list[Unit]], world: Group, is_gloo: bool) -> Bucket:
+        numel = {owner: sum(unit.numel for unit in mine) for owner, mine in turn.items()}
+        every, scatter = float(sum(numel.values())), _NOTHING
+        if self.plan.layout is Layout.REDUCED:
+            nbytes = self.item * every
+            scatter = collective("updates", "all_gather", nbytes, world, is_gloo=is_gloo)
+            if is_gloo:  # trees: bytes leave their owner, and then others, one owner at a time
+                depth = math.ceil(math.log2(max(2, world.ranks)))
+                across = depth * nbytes * (scatter.across > 0)
+                scatter = replace(scatter, turns=depth * len(turn), across=across)
+        return Bucket(
+            _NOTHING, scatter, _NOTHING,
+            ms=self.each(lambda r: sum(unit.ms for unit in turn.get(r, ()))),
+            units=self.each(lambda r: len(turn.get(r, ()))),
+            owned=self.each(lambda r: numel.get(r, 0)),
+            held=self.each(lambda r: every),
+        )  # fmt: skip
+
+
+def _alike(
+    shards: ShardMap, units: Sequence[Unit], cuts: Sequence[Sequence[int]]
+) -> np.ndarray[Any, Any]:
+    """For each rank the first of its replica that owns as many units of each shape in each bucket
+    and has shards of the same sizes. Beyond so many classes, one of about the same load."""
+    bucket_of = {u: b for b, members in enumerate(cuts) for u in members}
+    owned: dict[int, Counter[Any]] = defaultdict(Counter)
+    load = np.zeros(shards.world)
+    for u, unit in enumerate(units):
+        owned[unit.owner][bucket_of.get(u, -1), unit.shape] += 1
+        load[unit.owner] += unit.ms
+    kinds = {p.shape: i for i, p in enumerate(shards.specs.parameters)}
+    first: dict[Any, int] = {}
+    alike = np.zeros(shards.world, dtype=int)
+    for rank, report in enumerate(shards.reports):
+        mine = [report.shards[i] for i in kinds.values()]
+        sizes = tuple((shard.replica, shard.box.shape) for shard in mine)
+        alike[rank] = first.setdefault((frozenset(owned[rank].items()), sizes), rank)
+    ranks = np.array(sorted(first.values(), key=load.__getitem__))
+    most = min(_MOST_CLASSES, max(8, _LOOKED_AT // max(1, len(shards.specs.matrices))))
+    if len(ranks) > most:  # evenly over the loads, the largest included
+        kept = ranks[np.linspace(0, len(ranks) - 1, most).round().astype(int)]
+        alike = kept[np.searchsorted(load[kept], load[alike]).clip(0, len(kept) - 1)]
+    return alike
+
+
+def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tuple[float, int]:
+    """Newton-Schulz of all blocks that a rank holds: ms, and in how many batches."""
+    kinds = Counter[tuple[int, int, str]]()
+    for i, matrix in enumerate(shards.specs.matrices):
+        box = shards.piece(i, rank).box
+        if box.numel:
+            m, n = sorted(matrix.form.matrix_shape(box.shape))
+            kinds[m, n, matrix.dtype] += 1
+    ms, batches = 0.0, 0
+    for key, count in kinds.items():
+        most = largest_batch(*key[:2], _MOST_IN_BATCH, BATCH_BYTES // ns_item)
+        for batch in [most] * (count // most) + [count % most] * (count % most > 0):
+            ms += costs.batch_ms(key, batch)
+            batches += 1
+    return ms, batches
+
+
+def _unevenness(plan: OwnershipPlan, places: int) -> float:
+    """What the busiest owner of two layers in turn, which travel at once, has of their matrices,
+    relative to an even share."""
+    owned: dict[str, Counter[int]] = defaultdict(Counter)
+    for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
+        owned[layer_of(matrix.name)][owner % places] += matrix.numel
+    layers = [*owned.values()]
+    pairs = [a + b for a, b in pairwise(layers)] or layers
+    return float(np.mean([places * max(of.values()) / sum(of.values()) for of in pairs]))
+
+
+def _groups(plan: OwnershipPlan, ep: int, tp: int) -> Groups:
+    """FSDP2 shards over all axes but those of replicas, tp and, of experts, ep, the innermost."""
+    topology = plan.topology
+    every = range(len(topology.shape))
+    axes = [i for i in every if holds_replicas(topology.axes[i])]
+    if plan.layout is Layout.DEDICATED:
+        axes = [*every[:-1]]
+    world, replicas = Group.along(topology, every), Group.along(topology, axes)
+    shards = Group.along(topology, [i for i in every if i not in axes])
+
+    def inner(n: int) -> Group:
+        return Group(n, min(n, topology.columns))
+
+    def outer(n: int) -> Group:
+        return Group(shards.ranks // n, max(1, shards.near // n))
+
+    return Groups(world, outer(tp), outer(ep), replicas, inner(ep), inner(tp))
+
+
+def job_of(
+    plan: OwnershipPlan,
+    shards: ShardMap,
+    costs: CostTable,
+    machine: Machine,
+    load: Load,
+    options: ShardedOptions | None = None,
+    **how: bool,
+) -> Job:
+    """All that a training step of this plan is made of; ``costs`` price blocks, too, and ``how``
+    goes to `Job`."""
+    specs, layout = plan.specs, plan.layout
+    kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
+    ns_item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
+    if options is None:
+        size = ReplicatedOptions().publish_bucket_bytes
+        is_replicated = layout is Layout.REPLICATED
+        options = ShardedOptions(bucket_bytes=size) if is_replicated else ShardedOptions()
+    routes, groups = Routes.of(plan, shards, options, ns_item), _groups(plan, load.ep, load.tp)
+    is_dedicated, at_owners = layout is Layout.DEDICATED, layout.keeps_state_at_owners
+    # Messages from each owner on gloo; NCCL passes them on in rings.
+    uneven = _unevenness(plan, groups.shards.ranks) if is_dedicated and machine.is_cpu else 1.0
+    around = {Layout.SHARDED: Around.FSDP2, Layout.REPLICATED: Around.DDP}
+    nbytes = 8.0 * len(specs.matrices)
+    verdict = collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
+    return Job(
+        machine, around.get(layout) or Around(layout.value), blocks_of(specs, load), groups, load,
+        routes.published(machine.is_cpu) if at_owners else routes.buckets(machine),
+        replace(verdict, turns=min(1, verdict.turns)) if machine.is_cpu else verdict,
+        _work(routes, costs, ns_item, groups.shards.ranks if is_dedicated else 1),
+        options.buffers, uneven, **how,
+    )  # fmt: skip
+
+
+def _work(routes: Routes, costs: CostTable, ns_item: int, places: int) -> Work:
+    """``places``: shards of what a rank of `dedicated` holds with FSDP2 or owners."""
+    shards, specs = routes.shards, routes.plan.specs
+    muon, adam = specs.muon_parameters(), specs.adamw_parameters()
+
+    def held(some: Iterable[int]) -> Floats:
+        mine = [*some]
+        return (
+            routes.each(lambda r: sum(shards.reports[r].shards[i].box.numel for i in mine)) / places
+        )
+
+    def alone(rank: int) -> float:
+        mine = (unit for unit in routes.units if unit.owner == rank)
+        return sum(unit.ms for unit in mine if shards.is_local(unit.matrices[0]))
+
+    is_cut = routes.plan.layout is Layout.SHARDED
+    blocks = [_blocks(shards, r, costs, ns_item) if is_cut else (0.0, 0) for r in routes.ranks]
+    shapes = Counter(matrix.key for matrix in specs.matrices)
+    every = sum(n * costs.batch_ms(key, 1) for key, n in shapes.items())
+    whole = float(sum(m.numel for m in specs.matrices))
+    block_ms, batches = np.array(blocks, float).T
+    item = max((ITEM_SIZE.get(specs.parameters[i].dtype, 4) for i in muon), default=4)
+    return Work(
+        held(muon), held(adam), whole, routes.each(alone), (block_ms, batches),
+        (every, len(specs.matrices)), item, ns_item,
+    )  # fmt: skip
+
+
+# ---- the command -------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_planning(parser)
+    count, dtypes = positive(int), tuple(ITEM_SIZE)
+    add = parser.add_argument_group("the step").add_argument
+    add("--tokens", type=count, default=8192, metavar="N", help="of a rank (default: %(default)s)")
+    add("--sequence", type=count, default=4096, metavar="N", help="length (default: %(default)s)")
+    add("--recompute", action="store_true", help="activation checkpointing: forward in backward")
+    add("--active", type=count, default=0, metavar="N", help="experts that see each token")
+    add("--tp", type=count, default=1, metavar="N", help="ranks of tensor parallelism, innermost")
+    used = "of weights where FSDP2 gathers them (default: the parameters')"
+    add("--param-dtype", choices=dtypes, help=used)
+    add("--reduce-dtype", choices=dtypes, help="of gradients (default: as --param-dtype)")
+    add("--period", type=period, default=1.0, metavar="P", help="of MuonBP; inf: block steps alone")
+    add("--bucket", type=memory_bytes, metavar="SIZE", help="bucket_bytes of the layout")
+    add("--async", dest="is_late", action="store_true", help='publish="async"')
+    add("--clip", dest="clips", action="store_true", help="gradients are clipped by their norm")
+    one_way = "GB/s one way inside a node, reached (default: the device's)"
+    add("--nvlink", type=positive(float), metavar="RATE", help=one_way)
+    add = parser.add_argument_group("output").add_argument
+    naive = "naive: each rank gathers and orthogonalizes everything (default: %(default)s)"
+    add("--against", choices=("adamw", "naive"), default="adamw", help=naive)
+    add("--advise", action="store_true", help="also simulate other layouts, periods and buckets")
+    fits = "with --advise: most weights, gradients and state of a rank (default: %(default)s)"
+    add("--fits", type=memory_bytes, default="60GiB", metavar="SIZE", help=fits)
+    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
+    add("--trace", metavar="PATH", help="write what happens for https://ui.perfetto.dev")
+    add("--picture", metavar="PATH", help="draw the slowest rank's step (SVG)")
+
+
+def period(text: str) -> float:
+    """
+    >>> period("5"), period("inf")
+    (5.0, inf)
+    """
+    return math.inf if text == "inf" else float(positive(int)(text))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to train: ``steps`` by name, first what Muon is compared with; with a ``period`` its
+    full step and its block step. ``memory``: bytes of weights, gradients and state of a rank."""
+
+    name: str
+    job: Job
+    period: float
+    memory: int
+    steps: Mapping[str, Step]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **changed: Any) -> Setting:
+        """What the command line asks for, with these options changed."""
+        given = argparse.Namespace(**{**vars(args), **changed})
+        planned, shards, costs = planner(given)
+        plan = planned(given.solver or "auto")
+        is_cut, at_owners = plan.layout is Layout.SHARDED, plan.layout.keeps_state_at_owners
+        limited = {"--period": given.period > 1, "--tp": given.tp > 1} if not is_cut else {}
+        if at_owners:
+            limited |= {"--bucket": given.bucket is not None, "--async": given.is_late}
+        for name in (name for name, is_given in limited.items() if is_given):
+            raise PlanError(f"{name} is not for --layout {plan.layout.value}: drop one of the two")
+        machine = Machine.of(costs, plan.topology)
+        if given.nvlink is not None:
+            machine = replace(machine, inside=1e9 * given.nvlink)
+        sizes = [ITEM_SIZE.get(dtype, 0) for dtype in (given.param_dtype, given.reduce_dtype)]
+        parts = given.recompute, given.active, given.tp, given.ep
+        # FSDP2 reduces gradients in the dtype of its products, others in the parameters'.
+        of_fsdp = Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
+        load = of_fsdp if is_cut else replace(of_fsdp, reduced=sizes[1])
+        options = None if given.bucket is None else ShardedOptions(bucket_bytes=given.bucket)
+        how = {"is_late": given.is_late, "clips": given.clips}
+        job = job_of(plan, shards, costs, machine, load, options, **how)
+        kept = sum(memory_of(plan, shards, 0).values()) if given.advise else 0
+        has_replicas = any(map(holds_replicas, plan.topology.axes)) and is_cut
+        sizes_of = "x".join(map(str, given.mesh if has_replicas else [plan.topology.world]))
+        if plan.layout is Layout.DEDICATED and len(given.mesh) > 1:
+            sizes_of = "x".join(map(str, given.mesh))
+        name = f"{plan.layout.value}, {'HSDP ' * has_replicas}{sizes_of}"
+        # AdamW would not keep state at owners.
+        base_of = {Around.REDUCED: Around.DDP, Around.DEDICATED: Around.FSDP2}
+        around = base_of.get(job.around, job.around)
+        other = adamw if given.against == "adamw" else redundant_step
+        if around is Around.FSDP2:
+            base = replace(job, around=around, uneven=1.0, blocks=blocks_of(plan.specs, of_fsdp))
+        else:
+            base = replace(job, around=around)
+        steps = {given.against: simulate(base, other)}
+        if given.period < math.inf:
+            steps["Muon" if given.period == 1 else "full step"] = simulate(job)
+        if given.period > 1:
+            steps["block step"] = simulate(job, block_step)
+        return cls(name, job, given.period, kept, steps)
+
+    @property
+    def ms(self) -> float:
+        """Of a training step with Muon, on average."""
+        first, *others = [step.ms for step in self.steps.values()][1:]
+        return first if not others else others[0] + (first - others[0]) / self.period
+
+    @property
+    def over(self) -> float:
+        """Relative to what it is compared with."""
+        return self.ms / next(iter(self.steps.values())).ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON."""
+        every = None if self.period == math.inf else self.period
+        return {
+            "setting": self.name, "period": every, "ms": self.ms, "over": self.over,
+            "memory": self.memory or None,
+            "steps": {
+                name: {
+                    "ms": step.ms, "optimizer_ms": step.optimizer_ms, "parts_ms": step.parts,
+                    "critical_path_ms": step.critical_path,
+                }
+                for name, step in self.steps.items()
+            },
+        }  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, and print or write what is found."""
+    for path in (args.json, args.trace, args.picture):
+        if path == "-" and path is not args.json:
+            raise PlanError("--trace and --picture are files: give a path, not -")
+        if path not in (None, "-"):
+            check_writable(path)
+    setting = Setting.of(args)
+    advice = advised(args) if args.advise else []
+
+    def found() -> dict[str, Any]:
+        rows = [one.to_dict() | {"why": why} for one, why in advice]
+        return {"model": args.model, **setting.to_dict()} | ({"advice": rows} if rows else {})
+
+    show(lambda: _text(args, setting, advice), found, args.json)
+    muon = [*setting.steps.values()][1]
+    if args.trace is not None:
+        wrote(args.trace, lambda: write_text(args.trace, json.dumps(trace(muon))))
+    if args.picture is not None:
+        wrote(args.picture, lambda: write_text(args.picture, picture(muon)))
+    return 0
+
+
+def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Setting, str]]) -> str:
+    """The answer, for a terminal."""
+    steps, first = setting.steps, "the slowest rank, ms"
+    parts = {name: step.parts for name, step in steps.items()}
+    table = grid([first, *steps], (first,))
+    for kind in dict.fromkeys(kind for of in parts.values() for kind in of):
+        cells = (of.get(kind) for of in parts.values())
+        table.add_row(kind, *("" if ms is None else f"{ms:,.1f}" for ms in cells))
+    table.add_section()
+    table.add_row("training step", *(f"{step.ms:,.1f}" for step in steps.values()), style="bold")
+    table.add_row("of it the optimizer", *(f"{s.optimizer_ms:,.1f}" for s in steps.values()))
+    name, muon = [*steps.items()][1]
+    chain = (f"{kind} {ms:,.1f}" for kind, ms in muon.critical_path.items() if ms > 1e-3 * muon.ms)
+    network = f", network card {args.nic}" if args.nic else ""
+    average = f", on average with P = {setting.period:g}" if 1 < setting.period < math.inf else ""
+    shown: list[Any] = [
+        f"{args.model}, {setting.name}: {args.tokens:,} tokens per rank, sequences of "
+        f"{args.sequence:,}; costs {args.costs}{network}",
+        table,
+        f"Muon: {setting.ms:,.1f} ms per step{average}, {percent(abs(setting.over - 1), '.1%')} "
+        f"{'more' if setting.over >= 1 else 'less'} than {args.against}",
+        f"critical path of {name}, ms: {', '.join(chain)}",
+    ]
+    if advice:
+        other = f"{args.against} there, ms"
+        rows = grid(["setting", "ms", other, "over it", "GiB per rank"], ("setting",))
+        for n, (one, _) in enumerate(advice):
+            base = f"{one.ms / one.over:,.1f}"
+            told = (
+                f"{one.ms:,.1f}",
+                base,
+                percent(one.over - 1, "+.1%"),
+                f"{one.memory / 2**30:.1f}",
+            )
+            rows.add_row(one.name, *told, style="" if n else "bold green")
+        shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS]
+    return printed(*shown, plain=False)
+
+
+# ---- advice ------------------------------------------------------------------------------
+
+_PERIODS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_LOSS = (
+    "Loss by period, from MuonBP's tables: perplexity 12.77 with P = 5, 12.90 with P = 1, "
+    "13.68 with block steps alone (8B); 15.12, 15.33, 20.29 (960M). GiB are without activations."
+)
+
+
+def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
+    """Layouts and HSDP's splits that fit, sharded ones with P = 1 and the period that is enough,
+    fastest first; then what co-owners and other buckets would do to the first sharded one with P =
+    1. With why."""
+    found, shards = list[tuple[Setting, str]](), list[tuple[Setting, dict[str, Any]]]()
+    for way in _ways(args):
+        one = Setting.of(args, **way)
+        if one.memory > args.fits:
+            continue
+        found.append((one, _why(one)))
+        if one.job.around is Around.FSDP2:
+            shards.append((one, way))
+            if math.prod(args.mesh) > 1:
+                found.append(enough(one))
+    if not found:
+        raise PlanError(f"no layout keeps weights, gradients and state of a rank below {args.fits}")
+    found.sort(key=lambda pair: pair[0].ms)
+    if not shards or math.prod(args.mesh) == 1:
+        return found
+    best, way = min(shards, key=lambda pair: pair[0].ms)
+    size = args.bucket or BUCKET_BYTES
+    more: dict[str, dict[str, Any]] = {
+        "co-owners": {"co_owners": "auto"},
+        "half buckets": {"bucket": size // 2},
+        "buckets of four": {"bucket": 4 * size},
+    }
+    for name, changed in more.items():
+        one = Setting.of(args, **way | changed)
+        gain = 1 - one.ms / best.ms
+        why = f"saves {percent(gain, '.1%')}" if gain > 0.002 else "saves nothing"
+        found.append((replace(one, name=f"{best.name}, {name}"), why))
+    return found
+
+
+def enough(one: Setting, periods: Sequence[float] = _PERIODS) -> tuple[Setting, str]:
+    """A sharded setting with the smallest period within 1% of block steps, or the last one."""
+    block = simulate(one.job, block_step)
+    mixed = [replace(one, period=p, steps={**one.steps, "block step": block}) for p in periods]
+    found = next((each for each in mixed if each.ms <= 1.01 * block.ms), mixed[-1])
+    why = f"the smallest P of {', '.join(f'{p:g}' for p in periods)} within 1% of block steps"
+    if found.ms > 1.01 * block.ms:
+        why = "none of these is within 1% of block steps"
+    why += f" ({block.ms:,.1f} ms)"
+    return replace(found, name=f"{one.name}, P = {found.period:g}"), why
+
+
+def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Other layouts and meshes on the same ranks, as options of the command line."""
+    world = math.prod(args.mesh)
+    each = min(world, args.ranks_per_node or args.mesh[-1])
+    flat = {"ranks_per_node": each, "period": 1.0, "mesh": (world,), "axes": "dp"}
+    ways: list[dict[str, Any]] = [flat | {"layout": "sharded"}]
+    nodes, inner = world // each, args.ep * args.tp
+    divisors = {n for n in (2**k for k in range(12)) if nodes % n == 0} | {nodes, 2 * nodes}
+    for replicas in sorted(divisors):
+        shards = world // replicas
+        if 1 < replicas < world and world % replicas == 0 and shards % inner == 0:
+            split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
+            ways.append(flat | {"layout": "sharded"} | split)
+    if args.ep == args.tp == 1:
+        alone = {"co_owners": None, "bucket": None}
+        ways += [flat | alone | {"layout": name} for name in LAYOUTS if name != "sharded"]
+        if 1 < nodes < world:
+            split = {"mesh": (nodes, each), "axes": "node,gpu", "layout": "dedicated"}
+            ways.append(flat | alone | split)
+    return ways
+
+
+def _why(one: Setting) -> str:
+    """What its step has beside forward and backward."""
+    muon = [*one.steps.values()][1]
+    parts = muon.parts
+    waits = sorted(
+        ((ms, kind) for kind, ms in parts.items() if kind.startswith("wait for")), reverse=True
+    )
+    shown = ", ".join(
+        f"{kind.removeprefix('wait for ')} {ms:,.1f} ms"
+        for ms, kind in waits[:3]
+        if ms > 0.002 * muon.ms
+    )
+    work = f"Newton-Schulz {parts.get('Newton-Schulz', 0.0):,.1f} of {muon.optimizer_ms:,.1f} ms"
+    return f"{work} in the optimizer; " + (f"waits for {shown}" if shown else "nothing waits")
+
+
+# ---- pictures ----------------------------------------------------------------------------
+
+
+def _spans(step: Step, c: int, since: float) -> Iterable[tuple[str, str, str, float, float]]:
+    """(where, kind, name, begin, end) of what a class of ranks does, and of the wires, from a
+    moment on; without what it waits for."""
+    for span in step.run.spans:
+        begin, end = max(since, float(span.begin[c])), float(span.end[c])
+        if end > begin and (span.on != DEVICE or span.cause < 0):
+            yield span.on, span.kind, span.name, begin - since, end - since
+
+
+def trace(step: Step) -> dict[str, Any]:
+    """Of https://ui.perfetto.dev: of each class of ranks what it does, and the wires."""
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            {
+                "ph": "X", "name": name, "cat": kind, "pid": f"ranks of class {c}", "tid": where,
+                "ts": 1e3 * begin, "dur": 1e3 * (end - begin),
+            }
+            for c in range(len(step.run.now))
+            for where, kind, name, begin, end in _spans(step, c, step.since)
+        ],
+    }  # fmt: skip
+
+
+_COLORS = dict(
+    zip(
+        ("forward", "backward", "Newton-Schulz", "elementwise", "gather", "scatter", "replicate"),
+        ("#93c5fd", "#3b82f6", "#f59e0b", "#84cc16", "#dc2626", "#be185d", "#7e22ce"),
+        strict=True,
+    )
+)
+_OTHERS = ("#9ca3af", "#6b7280", "#d1d5db", "#4b5563", "#a8a29e")
+
+
+def picture(step: Step) -> str:
+    """An SVG of the slowest rank's step, and of its optimizer's part below, larger."""
+    slowest, end = int(step.run.now.argmax()), float(step.run.now.max())
+    body, colors = list[str](), dict[str, str]()
+
+    def text(x: float, y: float, words: str, look: str = "") -> None:
+        body.append(f'<text x="{x}" y="{y}" {look}>{html.escape(words)}</text>')
+
+    for n, since in enumerate((step.since, end - step.optimizer_ms)):
+        top, scale = 30 + 150 * n, 900 / max(1e-9, end - since)
+        what = "the optimizer in it" if n else "training step"
+        text(110, top - 8, f"{what}: {end - since:,.1f} ms", 'font-weight="bold"')
+        for row, name in enumerate((DEVICE, INSIDE, ACROSS)):
+            text(104, top + 36 * row + 19, name, 'text-anchor="end"')
+            body.append(
+                f'<rect x="110" y="{top + 36 * row}" width="900" height="28" fill="#f3f4f6"/>'
+            )
+        for where, kind, name, a, b in _spans(step, slowest, since):
+            other = _OTHERS[len(colors) % len(_OTHERS)]
+            color = colors.setdefault(kind, _COLORS.get(kind, other))
+            y = top + 36 * (DEVICE, INSIDE, ACROSS).index(where)
+            place = f'x="{110 + scale * a:.2f}" y="{y}" width="{max(0.3, scale * (b - a)):.2f}"'
+            told = f"<title>{html.escape(name)}: {b - a:.3f} ms</title>"
+            body.append(f'<rect {place} height="28" fill="{color}">{told}</rect>')
+    for n, (kind, color) in enumerate(colors.items()):
+        x, y = 110 + 180 * (n % 5), 322 + 20 * (n // 5)
+        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>')
+        text(x + 18, y + 11, kind)
+    size = f'width="1030" height="{350 + 20 * (len(colors) // 5)}"'
+    look = 'font-family="sans-serif" font-size="13"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look}>'
+    return f'{head}<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'

@@ -1,0 +1,192 @@
+"""Published measurements beside predictions: the data, the limits, and what moves which row."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import published
+from benchmarks.published import (
+    COUNTED,
+    document,
+    missed,
+    predicted,
+    rows,
+    sensitivity,
+    simulated,
+    summary,
+    tables,
+)
+from dmuon.scheduler.costs import ANALYTIC_DEVICES
+
+KINDS = {*COUNTED, "product", "exchange", "step", "ratio", "rate", "headline", "not predicted"}
+# What a row may say; no rate and no time of a device is among it.
+KEYS = {
+    "name", "source", "tier", "kind", "unit", "published", "device", "groups", "unknowns",
+    "assumption", "ranks", "per_node", "nic", "tokens", "minus", "over", "base_ms", "flops",
+    "operations", "period", "block", "calls", "host_bound", "calibrates", "simulate",
+}  # fmt: skip
+GROUP = {"before", "gather", "work", "scatter", "after"}
+FORMS = {"product", "standard", "standard one by one", "gram", "passes", "operations"}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[published.Row]:
+    return rows()
+
+
+def value_of(found: list[published.Row], name: str) -> float:
+    (value,) = [row["predicted"] for row in found if row["name"] == name]
+    return float(value)
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(published).failed == 0
+
+
+def test_the_rows_are_well_formed() -> None:
+    given = document()["rows"]
+    names = Counter(row["name"] for row in given)
+    assert names.most_common(1)[0][1] == 1
+    for row in given:
+        assert row.keys() <= KEYS, row["name"]
+        assert document()["addresses"][row["source"]], row["name"]
+        assert row["tier"] in ("A", "A-", "B", "C"), row["name"]
+        assert row["kind"] in KINDS, row["name"]
+        assert row["unknowns"], row["name"]
+        if row["kind"] == "headline":
+            assert row["simulate"] and row["published"]
+        elif row["kind"] != "not predicted":
+            assert row["device"] in ANALYTIC_DEVICES, row["name"]
+            assert row["published"] > 0 and row["assumption"], row["name"]
+            for group in row["groups"]:
+                assert group.keys() <= GROUP, row["name"]
+                assert {entry[0] for entry in group.get("work", ())} <= FORMS, row["name"]
+    assert {*document()["addresses"]} == {row["source"] for row in given}
+
+
+def test_the_limits_of_tier_a_hold_but_for_named_misses(found: list[published.Row]) -> None:
+    said = summary(found)
+    assert said["counted"] >= 20
+    assert said["median"] <= 0.15
+    assert set(missed(found)) == document()["missed"].keys()
+    assert all(document()["missed"].values())
+
+
+def test_only_tier_a_counts_and_no_row_that_a_constant_comes_from(
+    found: list[published.Row],
+) -> None:
+    for row in found:
+        if row.get("counted"):
+            assert row["tier"] in ("A", "A-") and row["kind"] in COUNTED
+    for device in {row["device"] for row in found if row["kind"] == "product"}:
+        assert any(row["calibrates"] for row in found if row["device"] == device), device
+
+
+def test_predictions_by_hand(found: list[published.Row]) -> None:
+    """From the constants, without the code."""
+    rate = 312e12 * 0.683 * 8192**2 / (8192**2 + 1024**2)
+    plain = 1e3 * (2 * 8192**3 / rate + 5e-6)
+    assert value_of(found, "X X^T 8192 on a100, torch.matmul") == pytest.approx(plain)
+    operations = sum(64 * 5 * 2 * (2 * 2560 * m**2 + m**3) for m in (2560, 1280))
+    numel, squares = 64 * (2560**2 + 1280 * 2560), 64 * (2560**2 + 1280**2)
+    passes = 2 * (3 * numel + 5 * 2 * (numel + squares)) / (0.9 * 3.35e12)
+    all_ms = 1e3 * (operations / (989e12 * 0.774) + passes)
+    steps = value_of(found, "marin, 2 layers, 5 steps: Newton-Schulz")
+    assert steps == pytest.approx(all_ms, rel=0.02)  # and launches, and how full the device is
+    # Two all-to-alls of 34 and 16 matrices' selected quarters over two GPUs: half of it stays.
+    sent = 2 * (17 * 640 + 8 * 2560) * 5120 * 2
+    wire = value_of(found, "dion 96, 2 GPUs: all-to-alls")
+    assert wire == pytest.approx(1e3 * sent / (0.8 * 450e9), rel=0.05)
+
+
+def test_the_bytes_of_exchanges_are_those_that_were_published() -> None:
+    """dion's issues give bytes, which no prediction was made from."""
+    megabytes = {
+        "dion 99, 4 GPUs: all-to-alls, global": 2621,
+        "dion 99, 8 GPUs, 400Gb/node: all-to-alls, global": 1363,
+        "dion 99, 16 GPUs, 400Gb/node: all-to-alls, global": 734,
+        "dion 96, 2 GPUs: all-to-alls": 2 * 642.3,  # that of one destination was published
+        "dion 96, 4 GPUs: all-to-alls": 4 * 163.8,
+    }
+    for row in document()["rows"]:
+        if row["name"] in megabytes:
+            ways = [group[way][1] for group in row["groups"] for way in ("gather", "scatter")]
+            assert sum(ways) / 1e6 == pytest.approx(megabytes.pop(row["name"]), rel=0.002)
+    assert not megabytes
+
+
+def changed_rows(found: list[published.Row], device: str, **times: float) -> set[str]:
+    of = ANALYTIC_DEVICES[device]
+    changed = replace(of, **{name: by * getattr(of, name) for name, by in times.items()})
+    again = rows({**ANALYTIC_DEVICES, device: changed})
+    return {
+        new["name"]
+        for old, new in zip(found, again, strict=True)
+        if old.get("predicted") != new.get("predicted")
+    }
+
+
+def test_a_changed_rate_moves_the_rows_of_its_device_and_no_others(
+    found: list[published.Row],
+) -> None:
+    moved = changed_rows(found, "h100", flops=0.5)
+    of_device = {row["name"] for row in found if row["device"] == "h100" and "predicted" in row}
+    hosts = {row["name"] for row in found if row.get("host_bound")}
+    exchanges = {row["name"] for row in found if row["kind"] == "exchange"}
+    assert of_device - hosts - exchanges <= moved <= of_device
+
+
+def test_a_changed_network_moves_rows_across_nodes_alone(found: list[published.Row]) -> None:
+    """Where a row names its network card, that counts."""
+    assert not changed_rows(found, "h100", network=0.5)
+    assert not changed_rows(found, "a100-40gb", network=0.5)
+    row = next(row for row in document()["rows"] if row.get("nic") == "400Gb/node")
+    assert predicted({**row, "nic": "200Gb/node"})[0] > 1.5 * predicted(row)[0]
+
+
+def test_the_null_model_stands_beside_steps_and_differences(found: list[published.Row]) -> None:
+    for row in found:
+        if "predicted" in row:
+            has_null = row["kind"] in ("step", "difference") or (
+                row["kind"] == "ratio" and "Gram over standard" not in row["name"]
+            )
+            assert (row["null"] is not None) == has_null, row["name"]
+            if row["kind"] == "difference":
+                assert row["null"] == 0
+            elif has_null:
+                assert row["null"] < row["predicted"]
+            assert not (row["counted"] and row["kind"] in ("step", "ratio"))
+
+
+def test_sensitivities_name_what_a_row_is_made_of() -> None:
+    named = {}
+    for row in document()["rows"]:
+        if "groups" in row:
+            named[row["name"]] = sensitivity(row)
+    name, effect = named["X X^T 8192 on a100, torch.matmul"]
+    assert name == "rate of products" and effect == pytest.approx(0.1, rel=0.01)
+    assert named["dion 96, 4 GPUs: all-to-alls"][0] == "link"
+    assert named["dion 99, 16 GPUs, 400Gb/node: all-to-alls, global"][0] == "network card"
+    assert named["dion 99, 8 GPUs, 1b, fraction 0.25: opt.step, global"][0] == "host call"
+    assert all(abs(effect) < 0.11 for _, effect in named.values())
+
+
+def test_tables_have_every_row_once_and_say_so_again(found: list[published.Row]) -> None:
+    shown = tables(found, simulated_too=False)
+    assert shown == tables(rows(), simulated_too=False)
+    text = "\n".join(shown.values())
+    for row in found:
+        if row["kind"] != "headline":
+            assert text.count(f"| {row['name']} |") == 1, row["name"]
+
+
+def test_a_headline_is_simulated_by_its_command() -> None:
+    (row,) = [row for row in document()["rows"] if row["name"].startswith("MuonBP 8B: dmuon")]
+    near, far = (simulated(arguments) for arguments in row["simulate"].values())
+    for ms in (near, far):
+        assert ms["naive"] > ms["Muon"] > ms["adamw"] > ms["adamw, optimizer"] > 0
+    assert far["Muon"] > near["Muon"]  # a quarter of the network
