@@ -583,7 +583,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
             split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
             ways.append(flat | {"layout": "sharded"} | split)
     if args.ep == args.tp == 1:
-        alone = {"co_owners": None, "bucket": None}
+        alone = {"co_owners": None, "bucket": None, "is_late": False}
         ways += [flat | alone | {"layout": name} for name in LAYOUTS if name != "sharded"]
         if 1 < nodes < world:
             split = {"mesh": (nodes, each), "axes": "node,gpu", "layout": "dedicated"}
