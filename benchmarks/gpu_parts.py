@@ -51,8 +51,10 @@ ROOT = Path(__file__).parents[1]
 
 LAYOUTS = ("replicated", "dedicated", "sharded")
 STEPS = 5  # graphs are captured in the second and replayed from the third on
-LIMITS = {"float32": 5e-3, "float16": 5e-2, "bfloat16": 0.2}
-"""How far an update may be from the reference's, in Frobenius norm, by Newton-Schulz dtype."""
+LIMITS = {"float32": 5e-3, "float16": 6.4e-2, "bfloat16": 0.2}
+"""How far an update may be from the reference's, in Frobenius norm, by Newton-Schulz dtype. In
+float16 the reference has an error of its own: 1.25 x (3.5e-2 of the Gram form + 1.6e-2 of the
+standard one), see `EXPECTED`; an H100 gave 5.8e-2."""
 
 
 @dataclass(frozen=True, slots=True)

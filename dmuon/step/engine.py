@@ -39,6 +39,7 @@ from dmuon.rule import (
     Hyper,
     Rule,
     follow_weights,
+    list_kernels,
     merged_master,
     momentum_dtypes,
     rounds_to,
@@ -155,6 +156,9 @@ class Engine(ABC):
         self._amp = Amp()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips(torch.zeros(BLOCKS, dtype=torch.float64, device=runtime.device))
+        # Probed here: a first probe inside `step` would wait for the device.
+        for p in runtime.parameters[:1]:
+            list_kernels(p.device)
         self.verifier = Verifier()
         self._last = LastStep()
         groups, specs = optimizer.param_groups, runtime.plan.specs
