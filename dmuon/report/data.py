@@ -498,7 +498,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
 
 
 def _traffic_text(report: LoadBalanceReport) -> str:
-    """What a rank sends in each part of training, and what of it shows."""
+    """What a rank sends in each part of training."""
     found, parts, size = traffic(report.plan), [], render.bytes_text
     for when, flows in grouped((flow.when, flow) for flow in found.flows).items():
         across = sum(flow.across[0] for flow in flows)
@@ -510,8 +510,6 @@ def _traffic_text(report: LoadBalanceReport) -> str:
         text += f" ({', '.join(details)})" if details else ""
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
-        if when == "step" and found.exposed_ms is not None:
-            text += f", {report.ms_text(found.exposed_ms)} not hidden by Newton-Schulz"
         parts.append(text)
     return "; ".join(parts)
 

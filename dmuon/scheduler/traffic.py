@@ -1,26 +1,24 @@
-"""What ranks send in a training step because of Muon: bytes, milliseconds, and what of it shows.
+"""What ranks send in a training step because of Muon: bytes, and milliseconds of the links.
 
-Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. Of the
-step's own traffic the first gather and the last scatter show, and what takes longer than the
-Newton-Schulz that hides it; the rest is hidden behind the model. Of AdamW's gradients what dmuon
-reduces in `reduce_to_owner` counts. Exchanges among co-owners are in the prices. FSDP2 is taken to
-cut dim 0 (of short stacks, dim 1). `holds_replicas` names the axes of replicas; in `dedicated` they
+Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. What of
+it computing hides, `simulate` tells. Of AdamW's gradients what dmuon reduces in `reduce_to_owner`
+counts. Exchanges among co-owners are in the prices. FSDP2 is taken to cut dim 0 (of short stacks,
+dim 1). `holds_replicas` names the axes of replicas; in `dedicated` they
 are all but the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.scheduler.costs import AnalyticDevice, device_of
-from dmuon.scheduler.plan import OwnershipPlan, bucket_count
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.scheduler.topology import holds_replicas
 from dmuon.types import KernelChoice, Layout
@@ -56,13 +54,10 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``flows`` of a plan over the links of ``device`` (None: unknown, and so are the times).
-    ``first`` is the part of the step's traffic that comes before, or after, all that hides it."""
+    """``flows`` of a plan over the links of ``device`` (None: unknown, and so are the times)."""
 
-    plan: OwnershipPlan
     flows: tuple[Flow, ...]
     device: AnalyticDevice | None
-    first: float
 
     @property
     def ms(self) -> float | None:
@@ -72,18 +67,9 @@ class Traffic:
             return None
         return sum(flow.ms(self.device) for flow in of_step)
 
-    @property
-    def exposed_ms(self) -> float | None:
-        """What of it Newton-Schulz does not hide."""
-        ms = self.ms
-        return None if ms is None else max(self.first * ms, ms - self.plan.makespan_ms)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON."""
-        ms, exposed = self.ms, self.exposed_ms
-        hidden = None if ms is None or exposed is None else ms - exposed
-        flows = [flow.to_dict(self.device) for flow in self.flows]
-        return {"ms": ms, "hidden_ms": hidden, "exposed_ms": exposed, "flows": flows}
+        return {"ms": self.ms, "flows": [flow.to_dict(self.device) for flow in self.flows]}
 
 
 def traffic(plan: OwnershipPlan) -> Traffic:
@@ -93,18 +79,8 @@ def traffic(plan: OwnershipPlan) -> Traffic:
     item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
     topology = plan.topology
     device = device_of(plan.cost_source, topology.device_type, topology.ranks_per_node)
-    counts, owned = Counter[int](), Counter[int]()  # batches and bytes of each rank
-    for batch in plan.batches:
-        nbytes = item * sum(plan.specs.matrices[i].numel for i in batch.matrices)
-        counts.update(batch.ranks)
-        owned.update(dict.fromkeys(batch.ranks, nbytes // len(batch.ranks)))
-    is_sharded = plan.layout is Layout.SHARDED
-    size = ShardedOptions().bucket_bytes if is_sharded else ReplicatedOptions().publish_bucket_bytes
-    largest, most = max(owned.values(), default=0), max(counts.values(), default=1)
-    count = bucket_count(largest, most, size, None)
     flows = _FLOWS[plan.layout](_Mesh(plan), item) if topology.world > 1 else ()
-    moving = tuple(flow for flow in flows if flow.handed.any())
-    return Traffic(plan, moving, device, 1 / (2 * count - 2 if count > 2 else count))
+    return Traffic(tuple(flow for flow in flows if flow.handed.any()), device)
 
 
 class _Mesh:

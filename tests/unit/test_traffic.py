@@ -92,7 +92,7 @@ def test_what_only_one_rank_may_own_stays_there_and_a_part_of_the_mesh_shares_al
         assert not flow.handed[4:].any() and not flow.across.any()
 
 
-def test_time_is_that_of_the_slower_link_and_what_newton_schulz_does_not_hide_shows():
+def test_time_is_that_of_the_slower_link():
     plan = planned(4, 8)
     found = traffic(plan)
     flows = found.flows
@@ -100,25 +100,19 @@ def test_time_is_that_of_the_slower_link_and_what_newton_schulz_does_not_hide_sh
         inside, across = flow.inside.max() / H100.link, flow.across.max() / H100.network
         assert flow.ms(H100) == pytest.approx(1e3 * max(inside, across), rel=1e-3)
     assert found.ms == pytest.approx(sum(flow.ms(H100) for flow in flows))
-    # The first gather and the last scatter are an eighth: 5 buckets, two of them half as large.
-    assert found.first == 1 / 8 and found.ms * 7 / 8 < plan.makespan_ms
-    assert found.exposed_ms == pytest.approx(found.ms / 8)
     slow = traffic(planned(4, 8, costs=CostTable.analytic("h100").on_network("400Gb/node", 8)))
     assert slow.ms == pytest.approx(8 * found.ms)
-    assert slow.exposed_ms == pytest.approx(slow.ms - slow.plan.makespan_ms)
     told = found.to_dict()
-    assert told["hidden_ms"] + told["exposed_ms"] == pytest.approx(told["ms"])
     assert [flow["purpose"] for flow in told["flows"]] == ["gather", "scatter"]
     assert told["flows"][0]["across"]["max"] == flows[0].across[0].max()
-    text = (
-        "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.540 ms, 1.818 not hidden"
-    )
-    assert text in " ".join(str(build_report(plan)).split())
-    unknown = traffic(replace(plan, cost_source="mine"))
-    assert unknown.ms is unknown.exposed_ms is None
-    assert "MiB in a step (624.0 MiB to other nodes) " in " ".join(
-        str(build_report(unknown.plan)).split()
-    )
+    text = " ".join(str(build_report(plan)).split())
+    assert "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.540 ms" in text
+    # One answer to what computing hides: the simulator's.
+    assert set(told) == {"ms", "flows"} and "hidden" not in text
+    other = replace(plan, cost_source="mine")
+    unknown = traffic(other)
+    assert unknown.ms is None
+    assert "MiB in a step (624.0 MiB to other nodes) " in " ".join(str(build_report(other)).split())
     assert unknown.to_dict()["flows"][0]["bytes"] == told["flows"][0]["bytes"]
     alone = traffic(planned(1, 1))
     assert (alone.flows, alone.ms) == ((), 0)
@@ -136,17 +130,18 @@ def test_time_is_that_of_the_slower_link_and_what_newton_schulz_does_not_hide_sh
     }),
 ])  # fmt: skip
 def test_what_other_layouts_hand_over(layout, expected):
-    found = traffic(planned(4, 8, layout=layout))
+    plan = planned(4, 8, layout=layout)
+    found = traffic(plan)
     assert {(f.purpose, f.when): f.handed.mean() / (2 * ELEMENTS) for f in found.flows} == {
         key: pytest.approx(part) for key, part in expected.items()
     }
-    text = " ".join(str(build_report(found.plan)).split())
+    text = " ".join(str(build_report(plan)).split())
     assert [f" {when} (" in text for when in ("step", "forward", "backward")] == [
         any(when == flow.when for flow in found.flows) for when in ("step", "forward", "backward")
     ]
     assert bool(found.ms) == (layout is not Layout.DEDICATED)
     if layout is Layout.DEDICATED:  # nothing in the step, and forward and backward are not known
-        assert {found.to_dict()[key] for key in ("ms", "hidden_ms", "exposed_ms")} == {None}
+        assert found.to_dict()["ms"] is None
         assert all(flow["ms"] > 0 for flow in found.to_dict()["flows"])
     if layout is Layout.REDUCED:  # AdamW's come back, those of matrices stay with their owners
         sent = sum((f.inside + f.across)[0].sum() for f in found.flows if f.when == "backward")
