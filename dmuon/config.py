@@ -548,6 +548,7 @@ def is_exchange_step(step: int) -> bool:
 # How something is called here.
 _WORDS = {
     "backend_steps": "ns_steps",
+    "epsilon": "eps",
     "learning_rate": "lr",
     "momentum_beta": "momentum",
     "mu": "momentum",
@@ -585,6 +586,17 @@ def instead(name: str, known: Iterable[str]) -> str:
     """
     if name in _FLAGS:
         return f"dmuon has no such flag, because {_FLAGS[name][1]}: leave the flag out"
-    known = list(known)
-    near = [_WORDS[name]] if _WORDS.get(name) in known else get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}? Else remove it" if near else "remove it"
+    meant = near(name, known)
+    return f"did you mean {meant!r}? Else remove it" if meant else "remove it"
+
+
+def near(name: str, known: Iterable[str]) -> str | None:
+    """Which of the ``known`` words this one is a slip of, or another word for.
+
+    >>> near("momentm", ["momentum"]), near("weight_decay_mult", ["weight_decay"])
+    ('momentum', None)
+    """
+    known = [word for word in known if abs(len(word) - len(name)) <= 2 or word == _WORDS.get(name)]
+    if _WORDS.get(name) in known:
+        return _WORDS[name]
+    return next(iter(get_close_matches(name, sorted(known), 1, 0.8)), None)

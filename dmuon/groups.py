@@ -40,15 +40,11 @@ _Place = tuple[int, str, weakref.ref[nn.Module], str]
 PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
 # What says who is in a group, and no hyperparameter of it.
 MEMBERS = ("params", "param_names", "algorithm", "use_muon")
-# What others note in a group: torch's schedulers and averages, and recipes with rates by layer.
-_NOTES = {
-    "params", "param_names", "name", "group_name", "layer", "layer_id", "layer_name", "layer_names",
-    "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
-    "lr_scale", "lr_mult", "lr_multiplier", "wd_mult", "wd_scale", "decay_mult",
-}  # fmt: skip
 _FOR_ALL = {*config.SWITCH_RULES, "period", "ns_dtype", "dedicate"}
 _OURS = {*config.MUON_RULES, *config.ADAMW_RULES, *config.MIXED_RULES}
 _OURS |= {"adamw_lr", *PROGRESS.values()}
+_DEDICATE = "select", "splits", "heads"
+_KNOWN = {*_OURS, *_FOR_ALL, *_DEDICATE, *config.FLAGS}
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -494,8 +490,6 @@ def completed(
     ``adamw_weight_decay`` as well."""
     idle = [k for k, v in group.items() if config.is_idle(k, v, in_group=True)]
     own = {k: v for k, v in group.items() if k not in (*MEMBERS, *idle)}
-    if not group["params"]:  # perhaps it has some on other pipeline stages
-        own = {k: v for k, v in own.items() if k in config.ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
         return muon | own
     if Algorithm.MUON not in algorithms:
@@ -529,7 +523,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
 
     Raises:
         TypeError, ValueError: one is of a wrong type or out of range.
-        OwnershipError: one is missing, or there is a key that nobody reads.
+        OwnershipError: one is missing, or a key asks for what would not be done.
     """
     place = f" in opt.param_groups[{number}]"
     is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
@@ -541,14 +535,12 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
             f"opt.param_groups[{number}] has lost {missing}: set "
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
-    noted = {*_NOTES, *(PROGRESS.values() if is_muon else ())}
-    if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum of every group
-        noted.add("momentum")
-    for key in sorted(group.keys() - needed.keys() - noted):
-        if not key.startswith("_") and not config.is_idle(key, group[key], in_group=True):
+    for key in sorted(group.keys() - needed.keys() - {*MEMBERS}):
+        if config.is_idle(key, group[key], in_group=True):
+            continue
+        if advice := _instead(key, needed):
             raise OwnershipError(
-                f"opt.param_groups[{number}] has {key!r}, which nobody reads: "
-                + _instead(key, needed, is_muon)
+                f"opt.param_groups[{number}] has {key!r}, which nobody reads: {advice}"
             )
     if not is_muon:
         return config.checked(config.ADAMW_RULES, group, owner="AdamW ", place=place)
@@ -558,33 +550,35 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     return kept | (config.checked(config.MIXED_RULES, group, place=place) if is_adamw else {})
 
 
-def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
-    """Advice on a key that nobody reads in a group with these hyperparameters."""
+def _instead(key: str, needed: Collection[str]) -> str | None:
+    """Advice on a key of which a group with these hyperparameters would miss something; None for
+    what is the user's own, and for hyperparameters of parameters that the group may have later."""
     if key in config.FLAGS:
         return config.instead(key, needed)
-    if key in ("select", "splits", "heads"):
+    if key in _DEDICATE:
         return f"it goes into dmuon.Muon(..., dedicate={{{key!r}: ...}})"
     if key in _FOR_ALL:
         return f"it holds for all groups, so pass dmuon.Muon(..., {key}=...)"
     if key == "adamw_lr" and "adamw_lr_ratio" in needed:
         return "set 'adamw_lr_ratio', AdamW's learning rate over 'lr'"
-    near = [k for k in (f"adamw_{key}", key.removeprefix("adamw_")) if k in needed]
-    if key in _OURS and not (near and {"betas", "adamw_betas"} & {*needed}):
-        return "the group has " + ("matrices only" if is_muon else "no matrices") + ": remove it"
-    meant = f"did you mean {near[0]!r}? Else remove it" if near else config.instead(key, needed)
-    return f"{meant}. Begin the name of what is yours with '_'"
+    if f"adamw_{key}" in needed and key in _OURS:
+        return f"did you mean 'adamw_{key}'? Else remove it"
+    if key in _OURS or key.startswith("_") or not config.near(key, _KNOWN):
+        return None
+    return config.instead(key, _KNOWN) + ". Begin the name of what is yours with '_'"
 
 
 def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
-    read = {*now, *_NOTES} - config.FLAGS - {*BOUND} | {"maximize", "amsgrad"}
-    return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
+    left = {*BOUND, *config.FLAGS, *(_KNOWN - now.keys())} - {"maximize", "amsgrad"}
+    return now | {k: v for k, v in group.items() if k not in left}
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
-    """A group in lines, alike on all ranks that have the same; ``members``: its parameters."""
-    values = _texts({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    """A group in lines, alike on all ranks that have the same; ``members``: its parameters. What is
+    the user's own may differ."""
+    values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *MEMBERS[2:]}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]
 

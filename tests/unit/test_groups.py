@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import pickle
+import random
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 import dmuon
+from dmuon import config
 from dmuon.ownership import ownership_of
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.certificate import certify
@@ -319,17 +321,107 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("role", "key", "value", "hint"), [
-    (0, "betas", (0.5, 0.5), "matrices only"),
-    (0, "adamw_lr", 0.1, "matrices only"),
-    (1, "momentum", 0.9, "no matrices"),
-    (1, "ns_steps", 3, "no matrices"),
+@pytest.mark.parametrize(("role", "key", "value"), [
+    (0, "betas", (0.5, 0.5)), (0, "adamw_lr", 0.1), (1, "momentum", 0.5), (1, "ns_steps", 3),
+    (1, "adjust_lr_fn", "original"),
 ])  # fmt: skip
-def test_a_key_of_the_other_algorithm_is_an_error(role, key, value, hint):
-    named = by_role(TinyGPT())[role]
-    with pytest.raises(OwnershipError, match=rf"has '{key}', which nobody reads.*{hint}"):
-        muon([{"params": named, key: value}])
-    muon([{"params": named}, {"params": [], key: value}])  # perhaps another rank has some
+def test_a_key_of_the_other_algorithm_waits_for_its_parameters(role, key, value):
+    named = by_role(TinyGPT())
+    opt = muon([{"params": named[role], key: value}, {"params": [], key: value}])
+    assert opt.param_groups[0][key] == value
+    assert opt.state_dict()["param_groups"][0][key] == value
+
+
+def test_what_waited_acts_once_a_matrix_joins():
+    found = []
+    for said in ({"momentum": 0.5, "nesterov": False}, {}):
+        model = TinyGPT()
+        names = dict(model.named_parameters())
+        late = next(n for n, p in names.items() if p.ndim == 2 and "blocks" in n)
+        names[late].requires_grad_(False)
+        others = [(n, p) for n, p in names.items() if p.ndim < 2 or n == late]
+        matrices = [(n, p) for n, p in names.items() if p.ndim == 2 and n != late]
+        opt = muon([{"params": matrices}, {"params": others, **said}])
+        train(model, opt, BATCHES, range(1))
+        saved = through_a_file(opt.state_dict())["param_groups"][1]
+        assert said.items() <= saved.items(), "it travels"
+        names[late].requires_grad_(True)
+        train(model, opt, BATCHES, range(1, 3))
+        assert opt.param_groups[1]["momentum"] == said.get("momentum", 0.95)
+        found.append(names[late].detach().clone())
+    assert not torch.equal(*found)
+
+
+# What recipes of torch, timm, DINOv2, Megatron, Hugging Face and fairseq put into groups.
+OF_OTHERS: dict[str, Any] = {
+    "name": "a", "tag": "b", "group_name": "c", "lr_scale": 1.0, "lr_mult": 1.0, "wd_mult": 1.0,
+    "is_last_layer": False, "lr_multiplier": 1.0, "wd_multiplier": 1.0, "foreach": None, "x": {},
+    "is_expert_parallel": False, "is_decoupled_lr": False, "pre_wd_mult": 1.0, "pre_lr_mult": 1.0,
+    "default_config": True, "max_lr": 1e-2, "min_lr": 1e-4, "initial_lr": 1e-2, "layer_id": 3,
+    "decay": True, "no_weight_decay": True, "index": 0, "id": 1, "names": ["a"], "fused": False,
+    "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False,
+    "lr_decay": 1, "warmup": 10, "trust_ratio": 1.0, "block": None, "module": "mlp", "depth": 2,
+}  # fmt: skip
+HYPER: dict[str, Any] = {
+    "lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "nesterov": False, "eps": 1e-8,
+    "adjust_lr_fn": "original", "ns_steps": 3, "betas": (0.9, 0.99),
+}  # fmt: skip
+
+
+def test_random_lists_of_groups_train_and_resume():
+    rng = random.Random(0)
+    for _ in range(300):
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+        named = list(model.named_parameters())
+        kind = rng.choice(["rank", "random", "one"])
+        part = {"rank": lambda p: p.ndim < 2, "one": lambda p: 0}.get(
+            kind, lambda p: rng.random() < 0.5
+        )
+        chosen = [(part(p), name, p) for name, p in named]
+        bare = rng.random() < 0.3
+        groups = []
+        for side in (0, 1):
+            params = [p if bare else (name, p) for where, name, p in chosen if where == side]
+            own = rng.sample(sorted(OF_OTHERS), rng.randrange(5))
+            said = rng.sample(sorted(HYPER), rng.randrange(4))
+            groups.append(
+                {"params": params, **{k: OF_OTHERS[k] for k in own}, **{k: HYPER[k] for k in said}}
+            )
+        opt = dmuon.Muon([dict(group) for group in groups], lr=1e-2)
+        x = torch.randn(7, 6)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        state = copy.deepcopy(opt.state_dict())
+        twin = copy.deepcopy(model)
+        moved = dict(zip(map(id, model.parameters()), twin.parameters()))
+        again = [
+            g | {"params": [moved[id(p)] if bare else (p[0], moved[id(p[1])]) for p in g["params"]]}
+            for g in groups
+        ]
+        other = dmuon.Muon(again, lr=1e-2)
+        other.load_state_dict(state)
+        for one, o in ((model, opt), (twin, other)):
+            one(x).square().mean().backward()
+            o.step()
+        for key, group in zip(groups, other.param_groups):
+            kept = {k: v for k, v in key.items() if k in OF_OTHERS and k not in config.FLAGS}
+            assert kept.items() <= group.items(), (key, group)
+        assert all(map(torch.equal, model.parameters(), twin.parameters())), groups
+
+
+@pytest.mark.parametrize("key", [
+    "momentm", "wd", "mu", "wieght_decay", "weight_deacy", "weightdecay", "learning_rate",
+    "muon_lr", "nestrov", "nesterof", "ns_step", "nssteps", "ns_coefficient", "ns_coeficients",
+    "beta", "bettas", "epsilon", "epss", "dampning", "adjust_lr_fun", "adjust_lrfn", "adam_betas",
+    "adamw_beta", "adam_lr", "adamw_epss", "momentum_mod", "varient", "maximise", "peroid",
+    "backend_steps",
+])  # fmt: skip
+def test_slips_are_errors(key):
+    for named in (by_role(TinyGPT())[0], list(TinyGPT().named_parameters())):
+        with pytest.raises((OwnershipError, TypeError), match=rf"'{key}'.*did you mean"):
+            muon([{"params": named, key: 0.5}])
 
 
 @PLANNED
