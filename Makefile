@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRA
 
 help:
 	@echo "make demo    train a small GPT on $(NPROC) processes with dmuon and with AdamW; results in out/"
-	@echo "make test    run the test suite"
+	@echo "make test    run the test suite; ARGS='tests/unit/test_plan.py -k batch' runs a part of it"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure; results in out/"
 	@echo "make soak    train for ten minutes in all layouts in turn, beside a twin in one process"

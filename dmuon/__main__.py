@@ -1,4 +1,4 @@
-"""The command line: ``python -m dmuon {plan,profile,simulate,check,doctor}``."""
+"""The command line: ``dmuon``, or ``python -m dmuon``, ``{plan,profile,simulate,check,doctor}``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
         try:
-            args = _parser(given).parse_args(given)
+            args = _parser(given).parse_args(given or ["--help"])
             status: int = args.run(args)
         finally:
             sys.stdout.flush()

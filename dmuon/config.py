@@ -597,6 +597,5 @@ def near(name: str, known: Iterable[str]) -> str | None:
     ('momentum', None)
     """
     known = [word for word in known if abs(len(word) - len(name)) <= 2 or word == _WORDS.get(name)]
-    if _WORDS.get(name) in known:
-        return _WORDS[name]
-    return next(iter(get_close_matches(name, sorted(known), 1, 0.8)), None)
+    is_word = _WORDS.get(name) in known
+    return next(iter([_WORDS[name]] if is_word else get_close_matches(name, known, 1, 0.8)), None)

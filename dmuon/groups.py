@@ -536,9 +536,8 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
     for key in sorted(group.keys() - needed.keys() - {*MEMBERS}):
-        if config.is_idle(key, group[key], in_group=True):
-            continue
-        if advice := _instead(key, needed):
+        is_idle = config.is_idle(key, group[key], in_group=True)
+        if not is_idle and (advice := _instead(key, needed)):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: {advice}"
             )
@@ -576,8 +575,7 @@ def as_here(group: Group, now: Group) -> Group:
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
-    """A group in lines, alike on all ranks that have the same; ``members``: its parameters. What is
-    the user's own may differ."""
+    """What ranks must have alike of a group, in lines; ``members``: its parameters."""
     values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *MEMBERS[2:]}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]

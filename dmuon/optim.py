@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 import warnings
 from collections import defaultdict
@@ -687,6 +688,10 @@ class Muon(Optimizer):
         return metrics
 
     # ---- state ---------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """As torch's optimizers, without the parameters' names."""
+        return re.sub(r"\n    param_names: .*", "", super().__repr__())
 
     def state_dict(self) -> dict[str, Any]:
         """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it, of whole parameters.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,13 @@ class LoadBalanceReport:
 
     def __str__(self) -> str:
         return render.printed(self)
+
+    def __repr__(self) -> str:
+        return f"<LoadBalanceReport: {len(self.ranks)} ranks, makespan {self.makespan_ms:.3f} ms>"
+
+    def _repr_html_(self) -> str:
+        """The page of `to_html`, for notebooks."""
+        return f'<iframe srcdoc="{escape(_page(self))}" width="100%" height="640"></iframe>'
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page with pictures, whole or not at all; FileNotFoundError where

@@ -68,7 +68,6 @@ class Traffic:
         return sum(flow.ms(self.device) for flow in of_step)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
         return {"ms": self.ms, "flows": [flow.to_dict(self.device) for flow in self.flows]}
 
 

@@ -392,7 +392,8 @@ class VerdictMessage:
                 f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
                 "'replicated' layout p.grad must be the average over all ranks. Wrap the model: "
                 "torch.nn.parallel.DistributedDataParallel(model) (wrap it again after "
-                "unfreezing; the last backward outside of no_sync); or let dmuon average: "
+                "unfreezing; the last backward outside of no_sync), or, where it is wrapped, call "
+                "the wrapper, not the module inside; or let dmuon average: "
                 "dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner="
                 "True)) before dmuon.Muon(model). Nothing was changed"
             )

@@ -202,6 +202,6 @@ def run(args: argparse.Namespace) -> int:
         )
     report = _compare(args, worlds)
     show(report.__str__, report.to_dict, args.json)
-    if not report.passed:
-        print("dmuon differs from the reference", file=sys.stderr)
+    verdict = "PASS" if report.passed else "FAIL: dmuon differs from the reference"
+    print(verdict, file=sys.stderr if args.json else sys.stdout)
     return 0 if report.passed else 1

@@ -377,7 +377,6 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (None, "command"),
         ([], "--model"),
         (["--mesh", "4x8"], "--model"),
         (["--model", "gpt2"], "needs --mesh"),
@@ -440,7 +439,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, complaint):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(["plan", *argv] if argv is not None else [])
+        status = main(["plan", *argv])
     except SystemExit as error:  # from argparse
         status = error.code
     captured = capsys.readouterr()
@@ -581,3 +580,9 @@ if __name__ == "__main__":
             if timeless(quoted) != timeless(now):
                 text = text.replace(quoted, now)
         path.write_text(text, encoding="utf-8")
+
+
+def test_without_arguments_it_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "simulate" in capsys.readouterr().out

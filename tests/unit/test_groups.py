@@ -352,6 +352,14 @@ def test_what_waited_acts_once_a_matrix_joins():
     assert not torch.equal(*found)
 
 
+def test_repr_is_as_short_as_of_torch():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
+    opt = dmuon.Muon(model)
+    opt.report()
+    assert "param_names" not in repr(opt) and len(repr(opt)) < 700
+    assert "lr: 0.001" in repr(opt) and "param_names" in opt.param_groups[0]
+
+
 # What recipes of torch, timm, DINOv2, Megatron, Hugging Face and fairseq put into groups.
 OF_OTHERS: dict[str, Any] = {
     "name": "a", "tag": "b", "group_name": "c", "lr_scale": 1.0, "lr_mult": 1.0, "wd_mult": 1.0,

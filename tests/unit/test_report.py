@@ -674,6 +674,13 @@ def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
         report.to_html(tmp_path / "missing" / "report.html")
 
 
+def test_in_a_shell_a_report_is_short_and_in_a_notebook_a_page():
+    report = build_report(taking_turns(Mixed(), 4, solver="greedy"))
+    assert len(repr(report)) < 80 and "4 ranks" in repr(report)
+    page = report._repr_html_()
+    assert page.startswith("<iframe srcdoc=") and page.count('"') == 6, "the page is escaped"
+
+
 def golden_report() -> str:
     """A small plan with measured times, and one on more ranks than matrices, both made by hand, so
     that the report changes only when the report does."""
