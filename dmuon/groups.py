@@ -571,6 +571,7 @@ def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
     left = {*BOUND, *config.FLAGS, *(_KNOWN - now.keys())} - {"maximize", "amsgrad"}
+    left |= {k for k in group.keys() - _KNOWN - now.keys() if config.near(k, _KNOWN)}  # of others
     return now | {k: v for k, v in group.items() if k not in left}
 
 
