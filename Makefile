@@ -3,7 +3,7 @@
 PYTHON ?= python3
 NPROC ?= 4
 ARGS ?=
-# Another torch than the pinned one, such as 2.15.0, gets an environment of its own.
+# Another torch than the pinned one, such as 2.11.0, gets an environment of its own.
 TORCH ?=
 
 VENV := .venv$(addprefix -,$(TORCH))
@@ -26,13 +26,14 @@ help:
 	@echo "make dist    build wheel and sdist of the last commit, and try them; results in dist/"
 	@echo ""
 	@echo "PYTHON=... picks the interpreter for .venv; NPROC=... and ARGS='--steps 100' reach the demo."
-	@echo "TORCH=2.15.0 runs any of them with that torch, in .venv-2.15.0."
+	@echo "TORCH=2.11.0 runs any of them with that torch, in .venv-2.11.0."
 
 # The package is built with the pinned setuptools: build isolation would fetch another one.
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); the first time this takes a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools|numpy)==' constraints.txt; echo torch==$(TORCH); \
+		echo 'numpy<2.4'; } > $(CONSTRAINTS)) # interpreters of older Tritons cannot read newer arrays
 	@$(PIP) 'setuptools>=77.0.3'
 	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks,release]'
 	@$(PIP) --no-deps litgpt # which asks for an older huggingface_hub, and runs with this one

@@ -23,6 +23,7 @@ import dmuon
 from benchmarks.models import Alike, shard
 from benchmarks.results import Row, command, picture, read_rows, table, write
 from benchmarks.timing import first_laps, on_ranks, over_ranks, ratio, spread, take_turns
+from dmuon.api import Dedicate
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
@@ -101,7 +102,10 @@ def sharing(count: int, rows: int, cols: int, hows: Sequence[Any]) -> dict[str, 
         torch.manual_seed(0)
         model = Alike(count, rows, cols)
         shard(model)
-        dedicate = {"planner": PlannerOptions(co_owners=how), "select": lambda name, p: True}
+        dedicate: Dedicate = {
+            "planner": PlannerOptions(co_owners=how),
+            "select": lambda name, p: True,
+        }
         opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float32, dedicate=dedicate)
         for n, p in enumerate(model.parameters()):
             assert isinstance(p, DTensor)

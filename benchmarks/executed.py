@@ -27,6 +27,7 @@ from benchmarks.timing import on_ranks
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import Case, OwnerTimer
 from dmuon.scheduler.costs import canonical_key
+from dmuon.types import SolverName
 
 WORLD = 4
 STEPS, WARM_UP = 20, 4
@@ -80,7 +81,7 @@ def work(rank: int, folder: str) -> list[Row]:
         return [compare(solver, folder) for solver in ("milp", "round_robin")]
 
 
-def compare(solver: str, folder: str) -> Row:
+def compare(solver: SolverName, folder: str) -> Row:
     torch.manual_seed(0)
     model = Uneven()
     planner = dmuon.PlannerOptions(cache_dir=folder)

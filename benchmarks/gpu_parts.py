@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -62,8 +63,8 @@ class Setting:
     """One training run. ``costs``: "measured" lets tuning choose the kernels; ``travels``: see
     `travelling`; ``period``: of MuonBP."""
 
-    layout: str
-    backend: str = "auto"
+    layout: Any
+    backend: Any = "auto"
     graphs: bool = False
     ns_dtype: str = "float32"
     costs: str = "analytic"

@@ -174,7 +174,7 @@ class Contender:
         self.training = Training(model, (*BATCH, WIDTH), [opt], self.own)
 
     def _dedicate(self, model: nn.Module, mesh: DeviceMesh | None) -> dmuon.Ownership:
-        layout: str = self.kind.layout
+        layout: Any = self.kind.layout
         options: Any = None
         if layout == "reduce_to_owner":
             layout, options = "replicated", dmuon.ReplicatedOptions(reduce_to_owner=True)

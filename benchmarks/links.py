@@ -261,7 +261,7 @@ def ask_placement(case: Case, cluster: Nodes) -> list[Row]:
         owners = [plan.owners[i] for i in launch_order([m.name for m in plan.specs.matrices])]
         row |= {
             "ratio": ratio(ms, first),
-            "node_mean": contention(owners, plan.topology).node_mean,
+            "node_mean": contention(owners, plan.topology)[0],
             "loads_ms": sorted(plan.loads_ms),
             "spans": spans[order][WARM_UP:],  # for `answered`
         }

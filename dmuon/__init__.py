@@ -28,27 +28,11 @@ if TYPE_CHECKING:
     from dmuon.tools.equivalence import EquivalenceReport, check_step_equivalence
 
 __all__ = [
-    "CostTable",
-    "DedicatedOptions",
-    "EquivalenceReport",
-    "KernelOptions",
-    "LinearPeriod",
-    "LoadBalanceReport",
-    "Muon",
-    "Ownership",
-    "OwnershipPlan",
-    "PlannerOptions",
-    "ReplicatedOptions",
-    "Rule",
-    "ShardedOptions",
-    "StateSpec",
-    "check_step_equivalence",
-    "clip_grad_norm_",
-    "dedicate_params",
-    "hf_factory",
-    "newton_schulz",
-    "no_sync",
-]
+    "CostTable", "DedicatedOptions", "EquivalenceReport", "KernelOptions", "LinearPeriod",
+    "LoadBalanceReport", "Muon", "Ownership", "OwnershipPlan", "PlannerOptions",
+    "ReplicatedOptions", "Rule", "ShardedOptions", "StateSpec", "check_step_equivalence",
+    "clip_grad_norm_", "dedicate_params", "hf_factory", "newton_schulz", "no_sync",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 

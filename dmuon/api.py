@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,18 @@ from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
-from dmuon.types import Heads, KernelChoice, Layout, OwnershipError, PlanError, Select, Splits
+from dmuon.types import (
+    Heads,
+    KernelChoice,
+    Layout,
+    LayoutName,
+    OwnershipError,
+    PlanError,
+    Select,
+    SolverName,
+    Splits,
+    warn,
+)
 
 Options = config.DedicatedOptions | config.ReplicatedOptions | config.ShardedOptions
 
@@ -109,16 +119,32 @@ class Request:
     ns_dtype: str | torch.dtype = "auto"
 
 
+class Dedicate(TypedDict, total=False):
+    """Arguments of `dedicate_params`, for ``dmuon.Muon(..., dedicate=...)``."""
+
+    layout: LayoutName
+    select: Select | None
+    splits: Splits | None
+    heads: Heads | None
+    costs: str | os.PathLike[str] | CostTable
+    solver: SolverName
+    planner: config.PlannerOptions
+    options: Options | None
+    plan: OwnershipPlan | None
+    kernels: config.KernelOptions
+    mesh: DeviceMesh | None
+
+
 def dedicate_params(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    layout: str = "auto",
+    layout: LayoutName = "auto",
     select: Select | None = None,
     splits: Splits | None = None,
     heads: Heads | None = None,
-    costs: Any = "measured",
-    solver: str = "auto",
+    costs: str | os.PathLike[str] | CostTable = "measured",
+    solver: SolverName = "auto",
     planner: config.PlannerOptions = config.PlannerOptions(),  # noqa: B008  frozen
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
@@ -677,13 +703,11 @@ def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
     longer = {name: t for name, g in groups.items() if asked and (t := timeout_of(g)) and t > asked}
     if asked and longer:
         most = max(longer.values()).total_seconds()
-        warnings.warn(
+        warn(
             f"dmuon: the default process group waits {asked.total_seconds():g} s for a rank that "
             f"hangs, the groups of {', '.join(longer)} wait {most:g} s, because init_device_mesh "
             "and new_group have timeouts of their own. Set them: group.set_timeout(timeout), or "
-            "mesh.get_group(i).set_timeout(timeout) for each of range(mesh.ndim)",
-            RuntimeWarning,
-            stacklevel=3,
+            "mesh.get_group(i).set_timeout(timeout) for each of range(mesh.ndim)"
         )
 
 

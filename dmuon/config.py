@@ -6,17 +6,16 @@ from __future__ import annotations
 import math
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from dmuon.types import Coefficients
+from dmuon.types import BackendName, Coefficients, warn
 
 T = TypeVar("T")
 
@@ -226,7 +225,7 @@ class PlannerOptions(_Checked):
     profile_budget_s: float = _default(10.0, POSITIVE)
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
-    co_owners: str | int = _default("off", CO_OWNERS)
+    co_owners: Literal["auto", "off", 2, 4, 8] = _default("off", CO_OWNERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ class KernelOptions(_Checked):
     """
 
     method: str = _default("auto", TEXT)
-    backend: str = _default("auto", TEXT)
+    backend: BackendName = _default("auto", TEXT)
     tune_budget_s: float = _default(30.0, AT_LEAST_ZERO)
     cuda_graphs: bool | None = _default(None, FLAG.or_none())
 
@@ -331,7 +330,7 @@ class DedicatedOptions(_Checked):
 class MuonDefaults:
     """Hyperparameters of a Muon group; names and meanings are those of `torch.optim.Muon`."""
 
-    lr: float = _default(1e-3, RATE)
+    lr: float | torch.Tensor = _default(1e-3, RATE)
     weight_decay: float = _default(0.1, FINITE)
     momentum: float = _default(0.95, FINITE)
     nesterov: bool = _default(True, FLAG)
@@ -354,7 +353,7 @@ class MuonDefaults:
 class AdamWDefaults:
     """Hyperparameters of an AdamW group; None means: the same as the Muon group's."""
 
-    lr: float | None = _default(None, RATE.or_none())
+    lr: float | torch.Tensor | None = _default(None, RATE.or_none())
     betas: tuple[float, float] = _default((0.9, 0.95), BETAS)
     eps: float = _default(1e-8, FINITE)
     weight_decay: float | None = _default(None, FINITE.or_none())
@@ -523,10 +522,9 @@ class Schedule:
         A saved period that differs from this schedule's gives a warning; this schedule's counts."""
         step, last_full = self.read(state)
         if state["period"] != self.describe():
-            warnings.warn(
-                f"the saved state has period {state['period']}, this optimizer has "
-                f"{self.describe()}: it continues at step {step} with its own",
-                stacklevel=2,
+            warn(
+                f"dmuon: the saved state has period {state['period']}, this optimizer has "
+                f"{self.describe()}: it continues at step {step} with its own"
             )
         self.t, self.last_full = step, last_full
 
@@ -598,4 +596,4 @@ def near(name: str, known: Iterable[str]) -> str | None:
     """
     known = [word for word in known if abs(len(word) - len(name)) <= 2 or word == _WORDS.get(name)]
     is_word = _WORDS.get(name) in known
-    return next(iter([_WORDS[name]] if is_word else get_close_matches(name, known, 1, 0.8)), None)
+    return next(iter([_WORDS[name]] if is_word else get_close_matches(name, known, 1, 0.83)), None)

@@ -270,9 +270,8 @@ def local_box(
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:
-    """Up to ``count`` elements of a plain tensor, evenly spread, as float64."""
-    step = max(1, tensor.numel() // count)
-    return tensor.reshape(-1)[::step][:count].double()
+    """Up to ``count`` elements of a plain tensor, evenly spread."""
+    return tensor.reshape(-1)[:: max(1, tensor.numel() // count)][:count]
 
 
 def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:

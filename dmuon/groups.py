@@ -41,10 +41,11 @@ PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_
 # What says who is in a group, and no hyperparameter of it.
 MEMBERS = ("params", "param_names", "algorithm", "use_muon")
 _FOR_ALL = {*config.SWITCH_RULES, "period", "ns_dtype", "dedicate"}
-_OURS = {*config.MUON_RULES, *config.ADAMW_RULES, *config.MIXED_RULES}
-_OURS |= {"adamw_lr", *PROGRESS.values()}
+_RULES = config.ADAMW_RULES | config.MIXED_RULES | config.MUON_RULES
+_OURS = {*_RULES, "adamw_lr", *PROGRESS.values()}
+_MADE_UP = "param_groups."  # begins names of parameters that no module holds
 _DEDICATE = "select", "splits", "heads"
-_KNOWN = {*_OURS, *_FOR_ALL, *_DEDICATE, *config.FLAGS}
+_KNOWN = {*_OURS, *_FOR_ALL, *config.FLAGS}
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -148,9 +149,11 @@ class NamedGroups:
         that `dedicate_params` has routed; without any, all are routed here."""
         first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
-        if not first:
-            self._are_named = any(name is not None for pairs in found for name, _ in pairs)
         names, everyone = self._identified(given, found, planned)
+        if not first:  # unless some names are made up
+            given_names = any(name is not None for pairs in found for name, _ in pairs)
+            made_up = any(name.startswith(_MADE_UP) for own in names for name in own)
+            self._are_named = given_names or not made_up
         frozen: Routes = {}
         with suppress(DmuonError):  # of what may never be trained
             frozen = self._routed(everyone, frozen=True)
@@ -200,7 +203,7 @@ class NamedGroups:
                     unique = (f"{k}.{place[1]}" if k else place[1] for k in range(len(taken) + 2))
                     name = next(n for n in unique if taken.setdefault(n, id(p)) == id(p))
                 elif algorithm is not None or planned:
-                    name = f"param_groups.{number}.{i}"
+                    name = f"{_MADE_UP}{number}.{i}"
                 else:
                     raise OwnershipError(
                         f"param group {number} has parameters without names that no live "
@@ -529,6 +532,8 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
     needed = {**(config.MUON_RULES if is_muon else config.ADAMW_RULES)}
     needed |= config.MIXED_RULES if is_muon and is_adamw else {}
+    waiting = {k: _RULES[k] for k in _RULES.keys() & group.keys() - needed.keys()}
+    config.checked(waiting, group, place=place)
     missing = [name for name in needed if name not in group]
     if missing:
         raise OwnershipError(
@@ -568,16 +573,16 @@ def _instead(key: str, needed: Collection[str]) -> str | None:
 
 
 def as_here(group: Group, now: Group) -> Group:
-    """A saved group with what the group has ``now``, without hyperparameters that are not read here
-    but for those that would change the update."""
-    left = {*BOUND, *config.FLAGS, *(_KNOWN - now.keys())} - {"maximize", "amsgrad"}
-    left |= {k for k in group.keys() - _KNOWN - now.keys() if config.near(k, _KNOWN)}  # of others
+    """A saved group over what it has ``now``, less what is not read here and changes no update."""
+    left = {k for k in group.keys() - now.keys() - _OURS if config.near(k, _KNOWN)}  # of others
+    left |= {k for k in _OURS - now.keys() if f"adamw_{k}" in now} | {*_DEDICATE}
+    left = (left | {*BOUND, *config.FLAGS}) - {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k not in left}
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
     """What ranks must have alike of a group, in lines; ``members``: its parameters."""
-    values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *MEMBERS[2:]}})
+    values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *_DEDICATE, *MEMBERS[2:]}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]
 

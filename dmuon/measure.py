@@ -15,7 +15,6 @@ import socket
 import statistics
 import sys
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +44,7 @@ from dmuon.scheduler import costs
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, Link, canonical_key, largest_batch
 from dmuon.scheduler.specs import ShapeKey, dtype_name
 from dmuon.tensors import are_raw, normalize
-from dmuon.types import KernelChoice
+from dmuon.types import KernelChoice, warn
 
 T = TypeVar("T")
 
@@ -57,8 +56,6 @@ _PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a fe
 _EXCHANGE_SHARE = 0.1  # of the budget may go into exchanges, but for the small ones
 _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
-_CALL_MS, _CALL_SHARE = 0.1, 0.05  # of a call, which a larger batch saves on a CPU
-_LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
@@ -116,22 +113,13 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """Milliseconds of these batches on a CPU: at most what matrices take in smaller ones, less
-    calls, or noise splits them. Beyond `_LONG_MS` smaller ones win: their traffic hides better.
-
-    >>> one, two = Case((8, 8, "float32"), 1), Case((8, 8, "float32"), 2)
-    >>> [round(by_smaller_batches({one: t, two: 9.5}, [one, two])[two], 2) for t in (3.0, 5.0)]
-    [5.9, 10.01]
-    """
+    """Milliseconds of these batches on a CPU, some of them `costs.by_smaller`."""
     found = dict(times)
     for case in sorted(cases, key=lambda case: case.batch):
-        for smaller in filter(found.__contains__, _smaller(case)):
-            ms, count = found[smaller], case.batch / smaller.batch
-            if ms >= _LONG_MS:
-                found[case] = 1.001 * count * ms
-                break
-            saved = (count - 1) * min(_CALL_MS, _CALL_SHARE * ms / smaller.batch)
-            found[case] = min(found.get(case, math.inf), count * ms - saved)
+        known = {smaller.batch: found[smaller] for smaller in _smaller(case) if smaller in found}
+        is_long = any(ms >= costs.LONG_MS for ms in known.values())
+        most = math.inf if is_long else found.get(case, math.inf)
+        found[case] = min(most, costs.by_smaller(known, case.batch))
     return found
 
 
@@ -159,7 +147,7 @@ class Pace:
     def alike(self, case: Case) -> Case:
         """The smallest known batch of this shape that is so long that a CPU runs larger ones, such
         as ``case``, alike; ``case`` if there is none."""
-        return next((c for c in _smaller(case) if self.known.get(c, 0.0) >= _LONG_MS), case)
+        return next((c for c in _smaller(case) if self.known.get(c, 0.0) >= costs.LONG_MS), case)
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Single matrices before larger batches, each by the time of all matrices of its shape,
@@ -238,7 +226,7 @@ def _attempted(kernel: str, work: Callable[[str], float]) -> float:
         if type(failure).__name__ != "OutOfResources":
             backend, why = kernel.split("/")[1].partition("-")[0], choosing.described(failure)
             message = f"dmuon: kernel backend {backend!r} is left out where it fails: {why}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warn(message, of_rank=True)
         return math.inf
 
 
@@ -591,7 +579,7 @@ class _Session:
         if self.transport.rank == 0:
             (first, why), found = lacking[0], f"{len(lacking)} of {len(reasons)} ranks"
             message = f"dmuon: the kernel backend 'triton' is not available on {found}, so all do "
-            warnings.warn(f"{message}without; on rank {first}: {why}", RuntimeWarning, stacklevel=4)
+            warn(f"{message}without; on rank {first}: {why}", of_rank=True)
         return replace(kernels, backend="torch")
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
@@ -648,7 +636,7 @@ class _Session:
             lost = costs.add_to_cache(self._folder, self._key, new)
             problem = problem or lost
         if problem is not None:
-            warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=3)
+            warn(f"dmuon: {problem}", of_rank=True)
 
 
 def measured_costs(

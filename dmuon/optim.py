@@ -9,22 +9,21 @@ import logging
 import math
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from inspect import signature
 from itertools import chain, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from dmuon import config, devices
-from dmuon.api import Given, Request, log_plan, plan_given
+from dmuon.api import Dedicate, Given, Request, log_plan, plan_given
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import attempt_in_all, check_planned_together
@@ -56,7 +55,18 @@ from dmuon.scheduler.specs import ModelSpecs, StateSizes, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
-from dmuon.types import Coefficients, KernelChoice, Layout, NewParameters, OwnershipError, first_of
+from dmuon.types import (
+    Adjustment,
+    Coefficients,
+    DtypeName,
+    KernelChoice,
+    Layout,
+    NewParameters,
+    OthersFlags,
+    OwnershipError,
+    first_of,
+    warn,
+)
 
 if TYPE_CHECKING:
     from dmuon.report.data import LoadBalanceReport
@@ -141,34 +151,34 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: Coefficients = "polar_express",
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | float | None = "match_rms_adamw",
+        adjust_lr_fn: Adjustment | float | None = "match_rms_adamw",
         *,
-        momentum_mode: str = "ema",
+        momentum_mode: Literal["ema", "sgd"] = "ema",
         dampening: float = 0.0,
         period: Period = 1,
         block_lr_ratio: float | None = None,
-        ns_dtype: str | torch.dtype = "auto",
-        publish: str = "sync",
+        ns_dtype: DtypeName | torch.dtype = "auto",
+        publish: Literal["sync", "async"] = "sync",
         master_weights: bool = False,
-        nonfinite: str = "skip",
+        nonfinite: Literal["skip", "raise"] = "skip",
         verify_every: int | None = None,
-        variant: str | Rule | None = None,
+        variant: Literal["normuon"] | Rule | None = None,
         cautious_weight_decay: bool = False,
-        momentum_dtype: str | torch.dtype | None = None,
-        adamw_lr: float | None = None,
+        momentum_dtype: Literal["bfloat16", "float32"] | torch.dtype | None = None,
+        adamw_lr: float | Tensor | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
         betas: tuple[float, float] | None = None,
-        dedicate: Mapping[str, Any] | None = None,
-        **others: Any,
+        dedicate: Dedicate | None = None,
+        **others: Unpack[OthersFlags],
     ) -> None:
         for name, value in others.items():
             if not config.is_idle(name, value):
@@ -205,7 +215,7 @@ class Muon(Optimizer):
         muon: config.MuonDefaults,
         adamw: config.AdamWDefaults,
         period: Period,
-        dedicate: Mapping[str, Any] | None,
+        dedicate: Dedicate | None,
     ) -> list[Group]:
         """The param groups, checked. Not a collective call: `_bind` compares ranks."""
         run = self._run
@@ -291,11 +301,10 @@ class Muon(Optimizer):
 
         ownership = plan_given(Given(model, named, routed, before, sizes), request)
         if not ownership.plan.specs.matrices and ownership.rank == 0:
-            warnings.warn(
+            warn(
                 "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
                 "when one is unfrozen, or added with opt.add_param_group",
-                RuntimeWarning,
-                stacklevel=4,
+                of_rank=True,
             )
         ownership.by_optimizer = True
         return ownership
@@ -409,7 +418,7 @@ class Muon(Optimizer):
             if ownership.rank == 0:
                 _LOG.debug("Newton-Schulz in %s; %s", dtype_name(ns_dtype), engine.describe())
         for flaw in filter(None, flaws):
-            warnings.warn(flaw, RuntimeWarning, stacklevel=3)
+            warn(flaw)
 
     def _completed_for(self, ownerships: Sequence[Ownership]) -> list[Group]:
         """The groups with the hyperparameters that their planned parameters need, checked."""
@@ -771,13 +780,11 @@ class Muon(Optimizer):
         """Say on one rank whose state begins anew, beside that of others."""
         routes = self._run.groups.routes
         lost = [n for n, p in self._named() if p.requires_grad and n in routes and p not in saved]
-        if saved and lost and not (dist.is_initialized() and dist.get_rank()):
-            warnings.warn(
+        if saved and lost:
+            warn(
                 f"dmuon: the optimizer state has nothing of {len(lost)} trainable parameters, such "
                 f"as {first_of(lost)}: their momentum, or AdamW's moments, begin at zero. That is "
-                "right for those that had no gradient before it was saved, or were frozen",
-                RuntimeWarning,
-                stacklevel=3,
+                "right for those that had no gradient before it was saved, or were frozen"
             )
 
     def _show_loaded(self) -> None:
@@ -867,9 +874,9 @@ def _ownerships_in(
     return ownerships
 
 
-def _request(dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]) -> Request:
+def _request(dedicate: Dedicate | None, ownerships: Sequence[Ownership]) -> Request:
     """How to plan, now or again; TypeError for unknown keywords."""
-    asked = dict(dedicate or {})
+    asked: dict[str, Any] = dict(dedicate or {})
     known = [f.name for f in fields(Request) if f.name != "ns_dtype"]
     if unknown := sorted(asked.keys() - {*known}):
         raise TypeError(

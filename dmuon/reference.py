@@ -17,7 +17,7 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.rule import Rule, rule_of
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import MatrixSpec
-from dmuon.types import Coefficients, Heads, Select, Splits
+from dmuon.types import Coefficients, DtypeName, Heads, Select, Splits
 
 
 class ReferenceMuon(Optimizer):
@@ -47,7 +47,7 @@ class ReferenceMuon(Optimizer):
         variant: str | Rule | None = None,
         cautious_weight_decay: bool = False,
         momentum_dtype: str | torch.dtype | None = None,
-        ns_dtype: str | torch.dtype = "auto",
+        ns_dtype: DtypeName | torch.dtype = "auto",
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
 from functools import cache
+from inspect import getattr_static
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch import Tensor
 from dmuon import devices
 from dmuon.devices import host_can_read
 from dmuon.tensors import into_range, norms_of, scale_all, scale_into, scaled, wide_norms
-from dmuon.types import Algorithm
+from dmuon.types import Algorithm, warn
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
@@ -170,7 +170,9 @@ class Rule:
 
     A variant lists in ``state`` what it keeps with the owner of a matrix, and overrides `accept`,
     which sees whole matrices, whatever the layout. Its attributes are its settings: they must be
-    alike on all ranks, and have a `repr` that says so.
+    alike on all ranks, and have a `repr` that says so. Whatever else this class defines is not to
+    be overridden: layouts see different parts of momentum, and fused kernels have formulas of
+    their own. `rule_of` refuses it.
     """
 
     state: tuple[StateSpec, ...] = ()
@@ -457,11 +459,7 @@ def list_kernels(device: torch.device) -> Any:
         from dmuon.kernels import triton_lists
 
         return triton_lists
-    warnings.warn(
-        f"dmuon: elementwise work takes about three times as long on {device}, because {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn(f"dmuon: elementwise work takes about three times as long on {device}, because {reason}")
     return None
 
 
@@ -656,6 +654,16 @@ def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
     ``variant`` is none."""
     variant = group.get("variant")
     if isinstance(variant, Rule):
+        for name, own in vars(Rule).items():
+            if name == "state" or name.startswith("__"):
+                continue
+            is_changed = name != "accept" and getattr_static(type(variant), name) is not own
+            if is_changed or name in vars(variant):  # `is_plain` looks at the class
+                raise TypeError(
+                    f"variant {variant}{place} overrides {name!r}, which not every layout and "
+                    "device would use: a subclass of dmuon.Rule may override the method 'accept' "
+                    "and the tuple 'state' alone; attributes of your own need other names"
+                )
         state = variant.state
         if not isinstance(state, tuple) or not all(isinstance(s, StateSpec) for s in state):
             raise TypeError(

@@ -140,7 +140,8 @@ def _joined(
     given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: NamedGroups
 ) -> dict[Any, Any]:
     """The entries of several states that have the parameters between them; without names in order,
-    those with momentum for matrices, the others for the rest."""
+    those with momentum for matrices, the others for the rest, or for all. What AdamW kept of a
+    matrix is left out."""
     routes = parameters.routes
     trained = {name: p for name, p in named if p.requires_grad and name in routes}
     groups = [(state, group) for state in given for group in state["param_groups"]]
@@ -154,7 +155,9 @@ def _joined(
             keys = [key for group in state["param_groups"] for key in group["params"]]
             entries = [state["state"].get(key, {}) for key in keys]
             is_muon = any(MOMENTUM in entry for entry in entries)
-            left = [n for n in trained if bool(routes[n][1]) == is_muon and n not in found]
+            is_all = len(given) == 1 and len(entries) == len(trained)
+            left = [n for n in trained if is_all or bool(routes[n][1]) == is_muon]
+            left = [n for n in left if n not in found]
             if len(entries) > len(left):
                 raise OwnershipError(
                     f"one of the optimizer states has {len(entries)} parameters; "
@@ -167,7 +170,8 @@ def _joined(
             "the optimizer states together must be of the parameters of this optimizer; these are "
             f"on one side only: {differing[:5]}"
         )
-    return {p: found[name] for name, p in trained.items()}
+    adamws = {n for n, entry in found.items() if routes[n][1] and MOMENTUM not in entry}
+    return {p: {} if name in adamws else found[name] for name, p in trained.items()}
 
 
 def _unprefixed(names: Sequence[str]) -> list[str]:
@@ -192,7 +196,8 @@ def _values_of(
         raise OwnershipError(
             f"the optimizer state has {sorted(entry)} {where}, which is updated by "
             f"{spec.algorithm.value} here and needs {', '.join(map(repr, needed))}: it was saved "
-            "by another optimizer, or with other routes"
+            "by another optimizer, or with other routes. Of AdamW load the weights alone, or "
+            "opt.load_state_dict([state]): moments of what AdamW updates here; momentum begins at 0"
         )
     wide = torch.promote_types(p.dtype, torch.float32) if masters else p.dtype
     momentum, _ = momentum_dtypes(group.get("momentum_dtype"), p.dtype, masters)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # the command line shows its help without torch
     from torch import Tensor
@@ -17,7 +19,28 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 Triple = tuple[float, float, float]
-Coefficients = str | Triple | Sequence[Triple]
+# What a string may be, for type checkers: the values are checked when the program runs.
+LayoutName = Literal["auto", "sharded", "replicated", "dedicated"]
+SolverName = Literal["auto", "milp", "greedy", "round_robin"]
+BackendName = Literal["auto", "torch", "torch_strips", "torch_rounded", "triton", "triton_small"]
+DtypeName = Literal["auto", "float16", "bfloat16", "float32", "float64"]
+Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+CoefficientSet = Literal["polar_express", "quintic", "you_jiacheng", "simple"]
+Coefficients = CoefficientSet | Triple | Sequence[Triple]
+
+
+class OthersFlags(TypedDict, total=False):
+    """Flags of torch's optimizers, at the values that change nothing here."""
+
+    amsgrad: Literal[False] | None
+    capturable: Literal[False] | None
+    decoupled_weight_decay: Literal[True] | None
+    differentiable: Literal[False] | None
+    foreach: Literal[False] | None
+    fused: Literal[False] | None
+    maximize: Literal[False] | None
+
+
 Select = Callable[[str, "Tensor"], bool]
 # By name pattern: what docs/routing.md says of splits and heads.
 Splits = Mapping[str, str | Sequence[int] | Mapping[str, Any]]
@@ -161,6 +184,21 @@ class CorruptionError(DmuonError):
 
 class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
+
+
+def warn(message: str, category: type[Warning] = RuntimeWarning, *, of_rank: bool = False) -> None:
+    """Warn at the line that called dmuon, whatever torch puts between, and on rank 0 alone unless
+    it is ``of_rank``, a fact of this rank."""
+    from torch import distributed as dist
+
+    if not of_rank and dist.is_available() and dist.is_initialized() and dist.get_rank():
+        return
+    frame, between = sys._getframe(1), {"dmuon", "torch", "contextlib"}
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in between:
+        frame = frame.f_back
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, *place, known)
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:

@@ -25,7 +25,7 @@ from dmuon import devices
 from dmuon.kernels.choice import Segments, fixed_choice, measured_speeds, ops_of, segments_of
 from dmuon.kernels.ops import MatmulOps, SliceOps, Take
 from dmuon.tensors import normalize, normalize_
-from dmuon.types import Triple
+from dmuon.types import BackendName, CoefficientSet, DtypeName, Triple
 
 KERNEL_VERSION = 9
 """Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
@@ -325,11 +325,11 @@ def newton_schulz(
     x: Tensor,
     *,
     steps: int = 5,
-    coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "polar_express",
+    coefficients: CoefficientSet | Sequence[float] | Sequence[Sequence[float]] = "polar_express",
     method: str = "auto",
-    dtype: str | torch.dtype = "auto",
+    dtype: DtypeName | torch.dtype = "auto",
     eps: float = 1e-7,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Orthogonalize every matrix of `x`, `[..., m, n]`; the same shape, in the Newton-Schulz dtype.
 

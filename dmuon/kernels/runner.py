@@ -6,7 +6,6 @@ step      operand -> (the caller writes it) -> run -> result, valid until the ne
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from dmuon.kernels.choice import Speeds, fixed_choice, is_safe, ops_of, restarts
 from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
 from dmuon.kernels.ops import Peers, SliceOps, Take
 from dmuon.tensors import normalize_
-from dmuon.types import KernelChoice, Triple
+from dmuon.types import KernelChoice, Triple, warn
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
 
@@ -248,11 +247,10 @@ class Orthogonalizer:
         except Exception as error:  # any kind: the driver's, the allocator's, of torch without CUDA
             self.capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
-            warnings.warn(
+            warn(
                 f"dmuon: CUDA graphs are off, a capture failed ({self._failure}). Training goes on "
                 "without them; KernelOptions(cuda_graphs=False) avoids this warning",
-                RuntimeWarning,
-                stacklevel=3,
+                of_rank=True,
             )
             for one in self._prepared.values():
                 one.replay = None

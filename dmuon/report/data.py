@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from html import escape
@@ -19,16 +19,9 @@ from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
-from dmuon.scheduler.topology import Contention, contention, launch_order
 from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
-# Below these a new plan is not worth a restart: measured times vary by as much.
-REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
-_REPLAN_HOW = (
-    'own.close(), then dmuon.dedicate_params(model, costs="measured") with an empty '
-    "PlannerOptions.cache_dir, and dmuon.Muon again; its momentum starts anew"
-)
 FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
 _OF_GROUP = ("group", "algorithm", "lr", "weight_decay")
@@ -105,7 +98,7 @@ class MeasuredBalance:
     No new plan mends a difference between ranks that execute the same batches: ``straggles_ms`` is
     how much longer the busiest takes than their mean. ``best_ms`` is a limit for any new plan: the
     even share of the measured work, or the costliest matrix or the plan's lower bound at the
-    measured speed. ``replan``: ``saving_ms`` is worth a new plan."""
+    measured speed."""
 
     loads_ms: tuple[float, ...]
     ratios: tuple[float | None, ...]
@@ -115,8 +108,6 @@ class MeasuredBalance:
     busiest: int
     straggles_ms: float
     best_ms: float
-    saving_ms: float
-    replan: bool
 
 
 @dataclass(frozen=True)
@@ -240,19 +231,6 @@ class LoadBalanceReport:
         return _certified(self.plan)
 
     @cached_property
-    def contention(self) -> dict[str, Contention] | None:
-        """How the owners of consecutive matrices that travel share nodes and columns: "plan", and
-        "row_major" as if the ranks took turns in order; None on a single node."""
-        plan, topology = self.plan, self.plan.topology
-        order = launch_order([matrix.name for matrix in plan.specs.matrices])
-        moving = [i for i in order if not plan.limits.is_forced(i)]
-        if topology.nodes < 2 or not moving:
-            return None
-        owners = [plan.owners[i] for i in moving]
-        in_turn = [i % topology.world for i in range(len(moving))]
-        return {"row_major": contention(in_turn, topology), "plan": contention(owners, topology)}
-
-    @cached_property
     def measured(self) -> MeasuredBalance | None:
         """Measured against predicted; None before any training step."""
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
@@ -318,7 +296,6 @@ class LoadBalanceReport:
             "traffic": traffic(plan).to_dict(),
             "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
-            "contention": self.contention and {k: asdict(c) for k, c in self.contention.items()},
             "shapes": [asdict(shape) for shape in self.shapes],
             "measured": self.measured and asdict(self.measured),
             "ranks": [asdict(rank) for rank in self.ranks],
@@ -408,13 +385,9 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     same = grouped(zip(works, measured_ms, strict=True))
     # The time of each rank if it were as fast as the mean of those that do the same work.
     alike = [sum(same[work]) / len(same[work]) for work in works]
-    loads, alike_loads = (
-        tuple(m + f for m, f in zip(ms, fixed, strict=True)) for ms in (measured_ms, alike)
-    )
+    loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
     busiest = loads.index(makespan)
-    best = max(sum(loads) / world, _measured_floor(plan, predicted, alike))
-    saving = max(0.0, max(alike_loads) - best)
     return MeasuredBalance(
         loads_ms=loads,
         ratios=tuple(m / p if p else None for m, p in zip(measured_ms, predicted, strict=True)),
@@ -423,14 +396,8 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
         imbalance=_excess(makespan, sum(loads) / world),
         busiest=busiest,
         straggles_ms=measured_ms[busiest] - alike[busiest],
-        best_ms=best,
-        saving_ms=saving,
-        replan=_matters(saving, makespan),
+        best_ms=max(sum(loads) / world, _measured_floor(plan, predicted, alike)),
     )
-
-
-def _matters(ms: float, makespan_ms: float) -> bool:
-    return ms > max(REPLAN_MS, REPLAN_FRACTION * makespan_ms)
 
 
 def _measured_floor(
@@ -491,17 +458,19 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         "kernels": _kernels_text(plan),
         "note": plan.search.note,
         "bottleneck": _bottleneck_text(report),
-        "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
-        "contention": _contention_text(report),
         "traffic": _traffic_text(report),
         **of_model,
     }
     if measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
         makespan = f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}"
-        facts["measured"] = f"{makespan}, imbalance {percent(measured.imbalance)}{ratio}"
-        facts["verdict"] = _verdict(report, measured)
+        late, best = text(measured.straggles_ms), text(measured.best_ms)
+        late = f", {late} ms above ranks that do the same" if float(late) else ""
+        facts["measured"] = (
+            f"{makespan}{late}, imbalance {percent(measured.imbalance)}{ratio}; if times stay so, "
+            f"no plan is below {best} ms"
+        )
     return [(label, sentence) for label, sentence in facts.items() if sentence]
 
 
@@ -586,30 +555,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]}" if in_row else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _domains(plan: OwnershipPlan) -> Iterator[str]:
-    """Which ranks may own how many matrices, where not every rank may own all."""
-    counted = Counter(plan.limits.domain_of).items()
-    # The matrices of each domain of so many ranks.
-    by_size = grouped((len(plan.limits.domains[domain]), count) for domain, count in counted)
-    for size, counts in sorted(by_size.items(), reverse=True):
-        where = f"one of {size} ranks ({count_text(len(counts), 'such set')})"
-        if size in (1, plan.topology.world):
-            where = "any rank" if size > 1 else "a single rank, which has it whole"
-        yield f"{count_text(sum(counts), 'matrix', 'matrices')}: {where}"
-
-
-def _contention_text(report: LoadBalanceReport) -> str:
-    if report.contention is None:
-        return ""
-    plan, rows = report.contention["plan"], report.contention["row_major"]
-    return (
-        f"of {plan.window} consecutive matrices on one node: at most {plan.node_max} (mean "
-        f"{plan.node_mean:.1f}), row by row {rows.node_max} ({rows.node_mean:.1f}); in one column: "
-        f"{plan.column_max} ({plan.column_mean:.1f}), row by row {rows.column_max} "
-        f"({rows.column_mean:.1f})"
-    )
-
-
 def _memory_text(report: LoadBalanceReport) -> str:
     plan, text = report.plan, render.bytes_text
     state, cap = plan.state_bytes, plan.limits.memory_bytes
@@ -640,23 +585,6 @@ def _parameters_text(report: LoadBalanceReport) -> str:
         for number, algorithm, lr, decay in report.groups
     )
     return "; ".join(told)
-
-
-def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
-    """If a new plan would pay, and how to get one; and a rank that is slow in itself."""
-    saving, makespan = report.ms_text(measured.saving_ms), report.ms_text(measured.makespan_ms)
-    text = f"the plan fits: a new one could save {saving} of {makespan} ms at most"
-    if measured.replan:
-        share = measured.saving_ms / measured.makespan_ms
-        text = f"re-planning would pay: it could save up to {saving} of {makespan} ms ({share:.0%})"
-        text += f". How: {_REPLAN_HOW}"
-    if _matters(measured.straggles_ms, measured.makespan_ms):
-        late = report.ms_text(measured.straggles_ms)
-        text += (
-            f". Rank {measured.busiest} takes {late} ms more than the mean of the ranks that do "
-        )
-        text += "the same work: see what slows that rank down"
-    return text
 
 
 def _rank_table(report: LoadBalanceReport) -> render.Table:
@@ -739,8 +667,7 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
 
 
 def _page(report: LoadBalanceReport) -> str:
-    text, measured = report.ms_text, report.measured
-    proven = "" if report.certificate.proven else ", not proven"
+    text, proven = report.ms_text, "" if report.certificate.proven else ", not proven"
     percent = render.percent
     tiles = [
         ("makespan", f"{text(report.makespan_ms)} ms"),
@@ -749,31 +676,11 @@ def _page(report: LoadBalanceReport) -> str:
         ("imbalance over the mean", percent(report.imbalance)),
         ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
     ]
-    pictures = [("Load per rank", *_loads_picture(report)), _place_picture(report)]
+    pictures = [("Load per rank", *_loads_picture(report))]
     if len(report.ranks) == 1:
         tiles, pictures = tiles[:1], []
-    verdict = (_verdict(report, measured), measured.replan) if measured else None
     facts, tables = _facts(report), report._tables()
-    return render.page(report._title(), tiles, facts, verdict, pictures, tables)
-
-
-def _place_picture(report: LoadBalanceReport) -> tuple[str, str, str]:
-    """Heading, picture and caption: each rank in its place, or of many the loads of each node."""
-    slots, loads = report.plan.topology.slots(), report.plan.loads_ms
-    if len(loads) <= render.MOST_SHOWN:
-        caption = "Predicted load by place; a row is a node."
-        return "Load by place", render.mesh_picture(slots, loads, report.ms_text), caption
-    some = -(-len(slots) // (render.MOST_SHOWN // 2))  # nodes in a row
-    rows = []
-    for first in range(0, len(slots), some):
-        together = slots[first : first + some]
-        name = f"{first}-{first + len(together) - 1}" if len(together) > 1 else f"node {first}"
-        rows.append((name, [loads[r] for ranks in together for r in ranks]))
-    nodes = f"{some} nodes" if some > 1 else "a node"
-    caption = f"Predicted loads of the ranks; a row is {nodes}. The stronger the colour, the more "
-    caption += "of them have this load; beside it the largest."
-    caption += f" {len(report.idle)} of all {len(loads)} own nothing." if report.idle else ""
-    return "Load by node", render.spread_picture(rows, report.ms_text), caption
+    return render.page(report._title(), tiles, facts, pictures, tables)
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:

@@ -10,8 +10,8 @@ import html
 import math
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -191,12 +191,8 @@ def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> Rich
 # ---- a page for a browser ---------------------------------------------------------------------
 
 MOST_SHOWN = 64  # ranks that are drawn one by one
-_LINE = 16  # slots side by side
 _ROW = 18  # pixels from bar to bar
-_BINS = 20  # of a scale of loads
-_SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
-_NODE = 19.0  # percent of the width that the names of nodes take
 
 _DOT = re.compile(r"\.(?![^{]*\})")  # outside of braces
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -208,7 +204,6 @@ def _escape(text: str) -> str:
 
 # Of a rank: its name and title; its milliseconds, None if idle; where a stroke is drawn; a remark.
 Bar = tuple[str, str, float | None, float | None, str]
-Loads = tuple[str, Sequence[float]]  # the name of some ranks, and their milliseconds
 
 
 def _axis(top: float, y: float) -> list[str]:
@@ -244,55 +239,6 @@ def loads_picture(bars: Sequence[Bar], bound: float) -> str:
     return _picture(height + 20, "load of each rank in milliseconds", [*parts, line])
 
 
-def spread_picture(rows: Sequence[Loads], number: Callable[[float], str]) -> str:
-    """How the loads of each row are spread: the stronger the colour of a place on the scale, the
-    more of them are there; beside it the largest."""
-    top = max(max(loads) for _, loads in rows) or 1.0
-    height, wide = len(rows) * _ROW, (_RIGHT - _LEFT) / _BINS
-    parts = _axis(top, height)
-    for i, (name, loads) in enumerate(rows):
-        y, found = i * _ROW, Counter(min(int(ms / top * _BINS), _BINS - 1) for ms in loads)
-        parts.append(f"<g>{_text(0, y + 13, name, 'dim')}")
-        for place, count in sorted(found.items()):
-            told = f"{count} of {len(loads)} ranks: {number(place * top / _BINS)} ms and more"
-            cell = _rect(_LEFT + place * wide, y + 2, wide, _ROW - 3, _heat(count / len(loads)))
-            parts.append(f"<g><title>{told}</title>{cell}</g>")
-        parts.append(_text(100, y + 13, number(max(loads)), "", "end") + "</g>")
-    return _picture(height + 20, "loads of the ranks of each node in milliseconds", parts)
-
-
-def mesh_picture(
-    slots: Sequence[Sequence[int]], loads_ms: Sequence[float], number: Callable[[float], str]
-) -> str:
-    """The mesh as a grid of slots, coloured from no load to the largest; ``slots`` holds the ranks
-    of each node."""
-    columns, high = max(map(len, slots)), max(loads_ms)
-    row_height, pitch = -(-columns // _LINE) * _SQUARE, (100 - _NODE) / min(columns, _LINE)
-    parts = []
-    for node, ranks in enumerate(slots):
-        parts.append(_text(0, node * row_height + 19, f"node {node}", "dim"))
-        for column, rank in enumerate(ranks):
-            share = loads_ms[rank] / high if high else 0.0
-            x = _NODE + column % _LINE * pitch
-            y = node * row_height + column // _LINE * _SQUARE
-            css = "on" if share > 0.5 else ""
-            slot = _rect(x, y, pitch * 0.94, _SQUARE - 2, _heat(share))
-            slot += _text(x + pitch * 0.47, y + 19, str(rank), css, "middle")
-            told = f"rank {rank}: {number(loads_ms[rank])} ms"
-            parts.append(f"<g><title>{told}</title>{slot}</g>")
-    y = len(slots) * row_height + 6
-    width = (100 - _NODE) / 11
-    parts += (_rect(_NODE + i * width, y, width, 8, _heat(i / 10)) for i in range(11))  # the legend
-    parts.append(_text(_NODE, y + 22, "0 ms", "dim"))
-    parts.append(_text(100, y + 22, f"{number(high)} ms", "dim", "end"))
-    return _picture(y + 28, "load of each slot of the mesh", parts)
-
-
-def _heat(share: float) -> str:
-    """From the colour of the page nearly to the strongest, dark or light as the page is."""
-    return f'class="heat" fill-opacity="{0.12 + 0.88 * share:.3f}"'
-
-
 def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
     return f'<rect x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" {look}/>'
 
@@ -310,20 +256,16 @@ def page(
     title: str,
     tiles: Iterable[Fact],
     facts: Iterable[Fact],
-    verdict: tuple[str, bool] | None,
     pictures: Iterable[tuple[str, str, str]],
     tables: Iterable[Table],
 ) -> str:
-    """The whole page. ``verdict`` is a sentence and whether it is a warning; ``pictures`` are
-    (heading, SVG, caption). All but the SVG is escaped here."""
+    """The whole page; ``pictures`` are (heading, SVG, caption). All but the SVG is escaped here."""
     head = "".join(f"<p class='dim'>{_escape(line)}</p>" for line in title.splitlines())
     parts = [f"<h1>Load balance</h1>{head}<div class='tiles'>"]
     for label, value in tiles:
         cell = f"<b>{_escape(value)}</b><span>{_escape(label)}</span>"
         parts.append(f'<div class="tile">{cell}</div>')
     parts.append("</div>")
-    if verdict is not None:
-        parts.append(f'<p class="verdict{" warn" * verdict[1]}">{_escape(verdict[0])}</p>')
     for heading, picture, caption in pictures:
         figure = f"<figure>{picture}<figcaption>{_escape(caption)}</figcaption></figure>"
         parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from dmuon.scheduler.specs import (
     Form,
@@ -48,7 +49,10 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ORIGINAL = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)\.(original\d*)")
+_ORIGINAL_OF_HOOKS = re.compile(r"(?:(.*)\.)?(\w+)_(orig|v)")
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LEAF = {"parametrizations"}
 _LINEARS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 # Modules whose type says what their weights are; of others the names decide.
 _KNOWN = (*_EMBEDDINGS, *_NORMS, *_CONVOLUTIONS, *_TRANSPOSED, *_LINEARS)
@@ -63,13 +67,15 @@ THREE_WAYS = (
 @dataclass(slots=True)
 class _Use:
     """One parameter with every (module, name) under which the ``model`` uses it, None where only
-    names are known. ``name`` is the user's own, ``algorithm`` what the user said."""
+    names are known. ``name`` is the user's own, ``algorithm`` what the user said, ``original``
+    which one it is of a parametrization's, whose places are those of what it parametrizes."""
 
     name: str
     parameter: Tensor
     model: _Model
     places: list[tuple[nn.Module | None, str]] = field(default_factory=list)
     algorithm: Algorithm | None = None
+    original: str = ""
 
     @property
     def module(self) -> nn.Module | None:
@@ -150,9 +156,12 @@ class _Model:
             name = canonical_name(full)
             # A user's own module may be called "module": then stripping could merge two names.
             name = name if taken.setdefault(name, id(p)) == id(p) else full
-            self.uses.setdefault(id(p), _Use(name, p, self)).places.append((module, name))
+            use = self.uses.setdefault(id(p), _Use(name, p, self))
+            name, use.original = _parametrized(name, module)
+            use.places.append((module, name))
             path, _, local = name.rpartition(".")
-            self.beside[path][local] = p
+            if not use.original or p.numel() >= self.beside[path].get(local, p).numel():
+                self.beside[path][local] = p
         self.outputs: set[int] = set()
         for module in modules:
             head = getattr(module, "get_output_embeddings", None)
@@ -173,8 +182,20 @@ class _Model:
 
 def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
     for module_name, module in model.named_modules(remove_duplicate=False):
+        is_list = isinstance(module, ParametrizationList)
+        held = model.get_submodule(f".{module_name}".rpartition(".parametrizations.")[0][1:])
         for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield f"{module_name}.{local}" if module_name else local, p, module
+            full = f"{module_name}.{local}" if module_name else local
+            yield full, p, held if is_list else module
+
+
+def _parametrized(name: str, module: nn.Module | None) -> tuple[str, str]:
+    """The name of what is computed from a parameter, and which original of it this is, by
+    `torch.nn.utils.parametrize`, or as hooks of older ones name it; the same name without."""
+    found = _ORIGINAL.fullmatch(name)
+    if not found and isinstance(module, _KNOWN) and (old := _ORIGINAL_OF_HOOKS.fullmatch(name)):
+        found = old if hasattr(module, old[2]) else None
+    return (".".join(filter(None, found.groups()[:2])), found[3]) if found else (name, "")
 
 
 def _depth(model: nn.Module) -> int:
@@ -183,7 +204,7 @@ def _depth(model: nn.Module) -> int:
     if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
         return 0
     name, child = held[0]
-    if name.isdigit() or isinstance(child, LISTS) or next(child.children(), None) is None:
+    if name.isdigit() or isinstance(child, LISTS) or {*dict(child.named_children())} <= _LEAF:
         return 0
     return bool(canonical_name(name)) + _depth(child)
 
@@ -224,6 +245,12 @@ def _depthwise(use: _Use) -> str | None:
     if use.is_convolution and p.shape[1] == 1 < groups:
         return "depthwise convolution: one vector per channel"
     return None
+
+
+def _gain_of_original(use: _Use) -> str | None:
+    path, _, local = use.place.rpartition(".")
+    is_gain = use.parameter.numel() < use.model.beside[path][local].numel()
+    return f"{use.original!r} beside a larger one" if use.original and is_gain else None
 
 
 def _bare(use: _Use) -> str | None:
@@ -279,6 +306,7 @@ REASONS: tuple[Callable[[_Use], str | None], ...] = (
     lambda use: None if use.parameter.numel() else "empty",
     _embedding,
     _gain,
+    _gain_of_original,
     _depthwise,
     _bare,
     _vector,
@@ -539,6 +567,7 @@ def collect(
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
                 ends = dict.fromkeys(m.name[m.name.rindex("[") :] for m in made if "::" in m.name)
                 reason += " " + ", ".join([*ends][:4]) if ends else ""
+            reason += ", under a parametrization" if use.original else ""
             parameter = use.spec(algorithm, reason)
         parameters.append(parameter)
         matrices += made

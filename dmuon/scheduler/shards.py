@@ -130,18 +130,28 @@ class ShardMap:
     def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
         """The ranks, ascending, that hold the same part of a matrix as ``rank`` does."""
         parameter = self.specs.matrices[matrix].parameter
-        return self._by_box(matrix)[self.shard(rank, parameter).box]
+        return self._by_box(parameter, self.holders[matrix])[self.shard(rank, parameter).box]
+
+    def twins(self, rank: int) -> set[int]:
+        """The ranks that hold the same part of every parameter as ``rank`` does."""
+        found = {*range(self.world)}
+        for p, copies in enumerate(self.copies):
+            for ranks in copies:
+                if rank in ranks:
+                    found.intersection_update(self._by_box(p, ranks)[self.shard(rank, p).box])
+        return found
 
     def partner_sets(self) -> set[tuple[int, ...]]:
         """All `partners` of matrices that are replicated."""
         found: set[tuple[int, ...]] = set()
         for i in filter(self.is_replicated, range(len(self.holders))):
-            found.update(ranks for box, ranks in self._by_box(i).items() if box.numel)
+            parts = self._by_box(self.specs.matrices[i].parameter, self.holders[i])
+            found.update(ranks for box, ranks in parts.items() if box.numel)
         return found
 
-    def _by_box(self, matrix: int) -> dict[Box, tuple[int, ...]]:
-        """Who has which box of a matrix's parameter."""
-        key = parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
+    def _by_box(self, parameter: int, holders: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+        """Which of the ``holders`` have which box of a parameter."""
+        key = parameter, holders
         if key not in self._alike:
             found = grouped((self.shard(rank, parameter).box, rank) for rank in holders)
             self._alike[key] = {box: tuple(ranks) for box, ranks in found.items()}

@@ -214,8 +214,8 @@ def place(
 
     def judged(owners: Sequence[int]) -> tuple[int, float]:
         layered = [pair for pair in zip(layers, owners, strict=True) if pair[0]]
-        found = contention(owners, topology)
-        return len(layered) - len(set(layered)), found.node_mean + 2 * found.column_mean
+        node, column = contention(owners, topology)
+        return len(layered) - len(set(layered)), node + 2 * column
 
     return min(placed, key=judged)
 
@@ -331,26 +331,13 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
                     break
 
 
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """How many of ``window`` consecutive matrices have owners on one node, or in one column: the
-    most crowded of each window, by ``max`` and ``mean`` of all windows; 1: no two ever meet."""
-
-    window: int
-    node_max: int
-    node_mean: float
-    column_max: int
-    column_mean: float
-
-
-def contention(owners: Sequence[int], topology: Topology) -> Contention:
-    """How the owners of consecutive matrices, in launch order, share nodes and columns: of as many
-    matrices as there are columns."""
+def contention(owners: Sequence[int], topology: Topology) -> tuple[float, float]:
+    """How many of as many consecutive matrices, in launch order, as there are columns have owners
+    on one node, and in one column: the most crowded in each window, in the mean of all windows."""
     window = min(topology.columns, len(owners))
     slot = _slots(topology)
     node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
-    means = sum(node) / len(node), sum(column) / len(column)
-    return Contention(window, max(node), means[0], max(column), means[1])
+    return sum(node) / len(node), sum(column) / len(column)
 
 
 def _slots(topology: Topology) -> dict[int, tuple[int, int]]:

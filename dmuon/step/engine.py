@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +49,7 @@ from dmuon.scheduler.specs import Box, MatrixSpec, dtype_name
 from dmuon.step.verdict import BLOCKS, Checked, Verdict, VerdictMessage, suspects
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_norms
-from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of
+from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of, warn
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -361,7 +360,7 @@ class Engine(ABC):
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
         if transport.rank == 0 or alone:
-            warnings.warn(text, RuntimeWarning, stacklevel=6)
+            warn(text, of_rank=True)
 
     def _tell_of_eps(self) -> None:
         message, transport = self._message, self._runtime.transport
@@ -370,13 +369,12 @@ class Engine(ABC):
         names = [*dict.fromkeys(chain.from_iterable(transport.gather_objects(mine)))]
         if transport.rank == 0:
             eps = min(self._settings.digest.eps.values())
-            warnings.warn(
+            warn(
                 f"dmuon: Newton-Schulz got {message.found.below_eps} of the matrices with a norm "
                 f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's. "
                 "Is the loss scaled down, or are gradients clipped to a tiny norm? Leave that out, "
                 'or pass a smaller eps=, such as 1e-20 (opt.stats()["below_eps"] counts them)',
-                RuntimeWarning,
-                stacklevel=6,
+                of_rank=True,
             )
 
     def _suspects(self) -> list[tuple[str, str]]:
@@ -772,14 +770,15 @@ class StepTelemetry:
         else:
             return
         self._planned_ms = None
-        warnings.warn(
+        warn(
             f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms per step on the matrices "
             f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
             "balanced by prices that are wrong here: from another machine, of another ns_dtype or "
             "ns_steps; or gradients are missing, or the machine is busy. "
             'opt.stats()["kernels"] says what ran; '
             'dmuon.dedicate_params(model, costs="measured") plans by the times of this machine',
-            stacklevel=2,
+            UserWarning,
+            of_rank=True,
         )
 
     def wait(self) -> None:

@@ -19,7 +19,6 @@ operand is kept: see `PassingOperands`.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOpera
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
 from dmuon.tensors import are_raw, into_range, scale_all
-from dmuon.types import Layout, NewParameters, OwnershipError
+from dmuon.types import Layout, NewParameters, OwnershipError, warn
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
@@ -312,11 +311,12 @@ class ParamsEngine(Engine):
                 self._refuse(refusal)
             raise refusal
         if not grads and not self._settings.schedule.t:
-            warnings.warn(
-                "dmuon: no parameter has a gradient at the first step. If the model was sharded or "
-                "wrapped since dmuon.Muon got its parameters, they are no longer the model's: pass "
-                "the module itself, dmuon.Muon(model), or make the optimizer afterwards",
-                stacklevel=5,
+            warn(
+                "dmuon: no parameter has a gradient at the first step: did you call backward()? "
+                "(HSDP needs model.set_requires_all_reduce(True).) If the model was sharded or "
+                "wrapped since dmuon.Muon got its parameters, pass the module itself, "
+                "dmuon.Muon(model), or make the optimizer afterwards",
+                UserWarning,
             )
         self._begin_update()
         step = self._full_step if is_full else self._block_step
@@ -344,10 +344,9 @@ class ParamsEngine(Engine):
             refusal.agreed = self._message.all_are_new(vector)
             if refusal.agreed:
                 return
-        spread = self._message.compare({})
         if host_can_read(runtime.device):
             return
-        self._message.note(vector, spread)
+        self._message.note(vector)
         # They cannot know yet: their blocks travel as zeros.
         buckets = runtime.bound().buckets
 
@@ -387,13 +386,12 @@ class ParamsEngine(Engine):
             inf = late.sum() if inf is None else late.sum() + inf.to(late)
         checked, of_grads = self._checked(grads)
         of_grads += operands.gradient_squares(of_blocks)
-        vector, sent = self._message.fill(norms, checked, here, inf, of_grads, late=late)
+        vector, sent = self._message.fill(norms, checked, here, inf, of_grads, None, late, grads)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:
             runtime.meter.wait("verdict", [work])
-            spread = self._message.compare(grads)
-            verdict = self._message.read(vector, norms, here, spread)
+            verdict = self._message.read(vector, norms, here)
             self._count_late(vector)
             return verdict
 

@@ -10,6 +10,8 @@
                 all: they plan again
               | squares of gradients, which are for `Muon.metrics`
               | of each block step since the last full one: how many ranks skipped parts of it
+              | in the first steps and then rarely, of each parameter that replicas hold: sums of
+                samples of its gradient, of their squares, of ranks    not alike: an error
 
 The number of a step stands for its count and for all hyperparameters. Where ranks read from the sum
 that these differ, they exchange in what. Where the host cannot read from the device without
@@ -37,10 +39,19 @@ from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
-_SAMPLED = 16  # elements of a gradient that are compared
+_SAMPLED = 16  # elements of a gradient that are compared: norms of large ones hardly differ
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 # The last fields of a message, from `Fields.end` on.
 _BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _GRADS, _LAST = range(9)
+_TO_AVERAGE = {  # gradients, by layout
+    Layout.SHARDED: "over the mesh axis that replicates. FSDP2 on a mesh with that axis (HSDP) "
+    "does it in a backward that has model.set_requires_all_reduce(True); else average by hand",
+    Layout.REPLICATED: "over all ranks. Wrap the model: torch.nn.parallel.DistributedDataParallel("
+    "model) (wrap it again after unfreezing; the last backward outside of no_sync), or, where it "
+    "is wrapped, call the wrapper, not the module inside; or let dmuon average: dmuon."
+    "dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before "
+    "dmuon.Muon(model)",
+}
 BLOCKS = 64  # block steps between two full ones that are told apart; later ones share a field
 
 Checked = Sequence[tuple[Sequence[int], Tensor]]
@@ -68,10 +79,12 @@ class Fields:
 
     A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
     for each parameter copy that several ranks hold; from ``end`` the last fields, from ``late``
-    those of ``blocks`` block steps; from ``sent`` on, not sent, flags of what this rank holds
-    alone. ``flags`` are those of its copies, by parameter. ``travels`` are the positions in
-    ``matrices`` of those whose norms travel, and where these norms are; ``counted`` the same of the
-    replica that counts; ``not_sent`` the matrices whose norms do not travel, and their positions.
+    those of ``blocks`` block steps; from ``alike``, in some steps, samples of the gradients that
+    replicas hold, and whether this rank ``samples`` them, by parameter; from ``sent`` on, not sent,
+    flags of what it holds alone. ``flags`` are those of its copies, by parameter. ``travels`` are
+    the positions in ``matrices`` of those whose norms travel, and where these norms are;
+    ``counted`` the same of the replica that counts; ``not_sent`` the matrices whose norms do not
+    travel, and their positions.
     """
 
     def __init__(
@@ -93,7 +106,16 @@ class Fields:
         self.norms = len(norm_of)
         self.end = self.norms + len(shared)
         self.late = self.end + _LAST
-        self.sent = self.late + blocks
+        self.alike = self.late + blocks
+        self.samples = []
+        if shards is not None and any(map(shards.is_replicated, every)):
+            # Each by one set of twins: what other ranks hold must not mix into the sums.
+            twins, world = shards.twins(rank), shards.world
+            for p in range(len(copies_of)):
+                sizes = (shards.shard((p + n) % world, p).box.numel for n in range(world))
+                first = next((n for n, size in enumerate(sizes) if size), 0)
+                self.samples.append((p + first) % world in twins)
+        self.sent = self.alike + len(self.samples) * (_SAMPLED + 2)
         self.size = self.sent + len(alone)
         flag_of = {p: self.norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self.sent + n for n, p in enumerate(alone)}
@@ -149,21 +171,20 @@ class VerdictMessage:
         matrices: Sequence[int],
         counts: Sequence[bool],
     ) -> None:
-        self._specs, self._transport = specs, transport = runtime.plan.specs, runtime.transport
+        self._specs, self._transport = runtime.plan.specs, runtime.transport
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
         blocks = 0 if schedule.always_full else BLOCKS
         self._fields = Fields(runtime, shards, matrices, counts, blocks)
-        self._has_norms, self._on_host = shards is not None, host_can_read(runtime.device)
-        # Parameters of which gradients that some ranks lack, or that differ, are an error.
-        is_alike = runtime.plan.layout is Layout.REPLICATED and transport.world > 1
-        self._alike = [p.name for p in specs.parameters] if is_alike else []
-        self._compared = 0  # steps whose gradients could be compared with other ranks'
+        self._layout, self._on_host = runtime.plan.layout, host_can_read(runtime.device)
+        self._count, self._compares = 0, False  # messages, and whether the last has samples
         self.found = Findings()
         self._noted: HostCopy | None = None  # of what is an error on all ranks
         self._said: Any = ()  # what the number of the last message stands for
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
         empty = torch.zeros(self._fields.size, dtype=torch.float64)
         empty[self._fields.flags] = 1.0
+        ones = empty[self._fields.alike : self._fields.sent].view(-1, _SAMPLED + 2)[:, -1]
+        ones.copy_(torch.tensor(self._fields.samples))
         self._empty = empty.to(runtime.device)
         self._expected = self._empty  # the last fields' sum where nothing is wrong
 
@@ -178,12 +199,14 @@ class VerdictMessage:
         squares: Sequence[Tensor],
         others: tuple[Sequence[int], Tensor] | None = None,
         late: Tensor | None = None,
+        grads: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
         gradient on this rank. ``squares``: sums of squares of gradients, each counted on one rank.
-        ``others``: matrices whose norms are not in ``norms``, and these. ``late``: see `Skips`."""
+        ``others``: matrices whose norms are not in ``norms``, and these. ``late``: see `Skips`.
+        ``grads``: local ones by parameter, which replicas compare."""
         fields, found, vector = self._fields, self.found, self._blank(late)
         for flag, is_here in zip(fields.flags, here, strict=True):
             if not is_here:
@@ -209,7 +232,30 @@ class VerdictMessage:
             below = (others[1] > 0) & (others[1] < self._eps_of(*others))
             found.below_here = others[0], below
             vector[fields.end + _BELOW].add_(below.sum().to(vector.device))
-        return vector, vector.narrow(0, 0, fields.sent)
+        if self._compares:
+            rows = vector[fields.alike : fields.sent].view(-1, _SAMPLED + 2)
+            held = {i: sample(g, _SAMPLED) for i, g in (grads or {}).items() if fields.samples[i]}
+            zeros, pieces = next(iter(held.values()), vector).new_zeros(_SAMPLED), list[Tensor]()
+            for i, is_sampled in enumerate(fields.samples):
+                some = held.get(i, zeros)
+                pieces += [some, zeros[len(some) :]]
+                if is_sampled and i not in held:
+                    rows[i, -1].zero_()
+            rows[:, :_SAMPLED].copy_(torch.cat(pieces).view(-1, _SAMPLED))
+            rows[:, -2].copy_(rows[:, :_SAMPLED].square().sum(1))
+        return vector, vector[: fields.sent if self._compares else fields.alike]
+
+    def _spread(self, vector: Tensor) -> Tensor:
+        """How far each gradient differs between replicas, as a share of its mean square; nothing if
+        none is compared. An all-reduce of gloo or NCCL gives all its ranks the same bits; clipping
+        may round otherwise in each replica, by norms that other groups of ranks have summed."""
+        if not self._compares:
+            return vector[:0]
+        rows = vector[self._fields.alike : self._fields.sent].view(-1, _SAMPLED + 2)
+        means = rows[:, :-1] / rows[:, -1:].clamp(min=1)  # of ranks that have the gradient
+        size, alike = means[:, -1], means[:, :-1].square().sum(1)
+        # What is nothing but rounding beside the others may differ in all of it.
+        return torch.where(size > 1e-12 * size.max(), 1 - alike / size, 0.0)
 
     def _flags(self, of: Sequence[int], values: Tensor) -> tuple[Sequence[int], Tensor]:
         """What is not finite; nothing where the host sees in one sum that all is."""
@@ -238,13 +284,16 @@ class VerdictMessage:
         vector[end + _REFUSE].fill_(1.0)
         vector[end + _RANK].fill_(self._transport.rank)
         vector[end + _NEW].fill_(float(is_new))
-        return vector.narrow(0, 0, self._fields.sent)
+        return vector[: self._fields.sent if self._compares else self._fields.alike]
 
     def _blank(self, late: Tensor | None) -> Tensor:
         end, vector = self._fields.end, self._empty.clone()
+        self._count += 1
+        is_due = self._count <= 3 or is_exchange_step(self._count)
+        self._compares = is_due and bool(self._fields.samples)
         if late is not None:
             self.found.since = self._schedule.last_full + 2  # steps are counted from 1
-            vector[self._fields.late : self._fields.sent].copy_(late)
+            vector[self._fields.late : self._fields.alike].copy_(late)
         self._said = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
@@ -252,29 +301,6 @@ class VerdictMessage:
         if not self._on_host:
             self._expected = vector[end : end + _NEW] * self._transport.world
         return vector
-
-    def compare(self, grads: Mapping[int, Tensor]) -> Tensor | None:
-        """How far each gradient differs between ranks, as a share of its mean square, float64, in
-        the first steps and then rarely; None else. A collective call, also of ranks that refuse.
-        By a few elements: norms of large gradients hardly differ, even of unrelated ones."""
-        if not self._alike:
-            return None
-        self._compared += 1
-        if self._compared > 3 and not is_exchange_step(self._compared):
-            return None
-        shape = len(self._alike), _SAMPLED
-        found = torch.zeros(shape, dtype=torch.float64, device=self._empty.device)
-        for i, grad in grads.items():
-            if grad.numel():
-                values = sample(grad, _SAMPLED)
-                found[i, : len(values)].copy_(values)
-        sums = torch.stack([found, found.square()])
-        self._transport.all_reduce(sums, tag="gradients alike").wait()
-        mean, square = sums.div_(self._transport.world)
-        size = square.sum(1)
-        # What is nothing but rounding beside the others may differ in all of it.
-        counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
-        return torch.where(counts, (square - mean.square()).sum(1) / size, 0.0)
 
     # ---- what comes back -----------------------------------------------------------------
 
@@ -293,14 +319,12 @@ class VerdictMessage:
 
     def late_steps(self, vector: Tensor) -> Tensor:
         """How many block steps since the last full one some rank has skipped parts of."""
-        return (vector[self._fields.late : self._fields.sent] > 0).sum()
+        return (vector[self._fields.late : self._fields.alike] > 0).sum()
 
-    def read(
-        self, vector: Tensor, norms: Tensor, here: Sequence[bool], spread: Tensor | None = None
-    ) -> Verdict | None:
-        """The verdict of a summed vector and of what `compare` found; None if nothing may change.
-        ``norms`` become those of whole matrices. Raises as `_raise`; where the host cannot read
-        without waiting, nothing is read, and `raise_noted` raises it."""
+    def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
+        """The verdict of a summed vector; None if nothing may change. ``norms`` become those of
+        whole matrices. Raises as `_raise`; where the host cannot read without waiting, nothing is
+        read, and `raise_noted` raises it."""
         fields = self._fields
         shared = vector.narrow(0, 0, fields.norms).sqrt()
         positions, numbers = fields.travels
@@ -308,7 +332,7 @@ class VerdictMessage:
         norms.index_copy_(0, positions.to(norms.device), of_blocks)
         if self._on_host:
             values = vector.tolist()
-            self._raise(values[: fields.sent] + ([] if spread is None else spread.tolist()))
+            self._raise(values[: fields.sent] + self._spread(vector).tolist())
             # A norm beyond float64 leaves no way to normalize.
             if self.found.is_bad:
                 return None
@@ -317,13 +341,13 @@ class VerdictMessage:
                 bad = vector.index_select(0, fields.block_flag_index) == 0
             absent = {p: True for p, f in enumerate(fields.flags) if not values[f]}
             return Verdict(True, bad, absent)
-        self.note(vector, spread)
+        spread = self.note(vector)
         last = vector[fields.end : fields.end + _NEW]
         ok = (last == self._expected).all() & shared.isfinite().all()
-        if self._alike:
+        if self._layout is Layout.REPLICATED:
             ranks = vector[fields.norms : fields.end]  # that have a gradient
             ok &= ((ranks == 0) | (ranks == self._transport.world)).all()
-        if spread is not None:
+        if self._compares:
             ok &= (spread <= _MOST_SPREAD).all()
         skip = ok.logical_not()
         if all(here):
@@ -334,10 +358,11 @@ class VerdictMessage:
         of_blocks = stays.index_select(0, fields.block_flag_index).to(norms.device)
         return Verdict(ok, of_blocks, missing, skip.float())
 
-    def note(self, vector: Tensor, spread: Tensor | None) -> None:
-        """Have `raise_noted` look at a summed vector, and at what `compare` found."""
-        sent = vector[: self._fields.sent]
-        self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
+    def note(self, vector: Tensor) -> Tensor:
+        """Have `raise_noted` look at a summed vector, and at its `_spread`, which returns."""
+        sent, spread = vector[: self._fields.sent], self._spread(vector)
+        self._noted = HostCopy(torch.cat([sent, spread]) if self._compares else sent)
+        return spread
 
     def note_alone(self, finite: bool | Tensor) -> None:
         """Note whether this rank found nothing that is not finite, where ranks never agree."""
@@ -361,7 +386,7 @@ class VerdictMessage:
         """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note
         whether something is not finite; OwnershipError if gradients should be alike and are not."""
         fields, found, world = self._fields, self.found, self._transport.world
-        last = values[fields.end : fields.sent]
+        last = values[fields.end : fields.alike]
         count, ranks, step, square = map(int, last[_REFUSE:_NEW])
         found.is_bad = False
         if count:
@@ -374,28 +399,25 @@ class VerdictMessage:
         found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
         if found.is_bad:  # the step is skipped, and such gradients differ
             return
-        for name, flag in zip(self._alike, fields.flags):
+        is_alike = self._layout is Layout.REPLICATED and world > 1
+        for p, flag in zip(self._specs.parameters, fields.flags if is_alike else ()):
             if 0 < values[flag] < world:
                 raise OwnershipError(
-                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} ranks. In "
-                    "the 'replicated' layout p.grad must be the average over all ranks, on all of "
-                    "them: average with DistributedDataParallel, and clear gradients on all ranks "
-                    "alike. Nothing was changed"
+                    f"parameter {p.name!r} has a gradient on {values[flag]:.0f} of {world} ranks. "
+                    "In the 'replicated' layout p.grad must be the average over all ranks, on all "
+                    "of them: average with DistributedDataParallel, and clear gradients on all "
+                    "ranks alike. Nothing was changed"
                 )
-        eps, pairs = self._digest.eps, zip(fields.travelling, norms) if self._has_norms else ()
+        eps, pairs = self._digest.eps, zip(fields.travelling, norms) if fields.flags else ()
         found.below = [i for i, square in pairs if 0 < square < eps[self._group_of[i]] ** 2]
         found.below_eps = int(last[_BELOW]) + len(found.below)
         spread = values[fields.sent :]
         if spread and (most := max(spread)) > _MOST_SPREAD:
+            name = self._specs.parameters[spread.index(most)].name
             raise OwnershipError(
-                "gradients differ between ranks: that of parameter "
-                f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
-                "'replicated' layout p.grad must be the average over all ranks. Wrap the model: "
-                "torch.nn.parallel.DistributedDataParallel(model) (wrap it again after "
-                "unfreezing; the last backward outside of no_sync), or, where it is wrapped, call "
-                "the wrapper, not the module inside; or let dmuon average: "
-                "dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner="
-                "True)) before dmuon.Muon(model). Nothing was changed"
+                f"gradients differ between ranks: that of parameter {name!r} by "
+                f"{100 * math.sqrt(most):.0f}%. In the {self._layout.value!r} layout p.grad must "
+                f"be the average {_TO_AVERAGE[self._layout]}. Nothing was changed"
             )
 
     def _raise_difference(self) -> None:

@@ -82,11 +82,11 @@ class _Job(NamedTuple):
     ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
     share each matrix. ``variant``: one of `_VARIANTS`."""
 
-    layout: str
+    layout: Any  # a name of `_LAYOUTS`
     case: ParallelCase
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
     reduces: bool = False
-    co_owners: int | None = None
+    co_owners: Any = None  # a number of `SIZES`
     variant: str = ""
 
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from dmuon import __version__, devices
 from dmuon.kernels.choice import described, fixed_choice, measured_speeds, why_not
@@ -62,6 +63,15 @@ def _versions(*names: str) -> str:
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return ", ".join(found)
+
+
+def _torch(own: devices.Device) -> str:
+    """With what this one cannot do, and a newer one can."""
+    refuses = "_StridedShard" not in str(torch.serialization.get_safe_globals())
+    without = not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    lacks = ["FSDP2 with parameters that some ranks do not use"] * without
+    lacks += ["torch.load(weights_only=True) of FSDP2 on top of tensor parallelism"] * refuses
+    return f"{torch.__version__}" + f"; cannot do: {'; '.join(lacks)}" * bool(lacks)
 
 
 def _cpu(own: devices.Device) -> str:
@@ -136,7 +146,7 @@ def _cache(own: devices.Device) -> str:
 
 _LOOKS: dict[str, Callable[[devices.Device], str]] = {
     "dmuon": lambda _: __version__,
-    "torch": lambda _: str(torch.__version__),
+    "torch": _torch,
     "python": lambda _: platform.python_version(),
     "system": lambda _: platform.platform(),
     "cpu": _cpu,

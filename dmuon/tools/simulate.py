@@ -51,7 +51,7 @@ from dmuon.scheduler.simulate import (
     simulate,
 )  # fmt: skip
 from dmuon.scheduler.specs import ITEM_SIZE
-from dmuon.scheduler.topology import holds_replicas, layer_of
+from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
 from dmuon.tools.plan import (
     LAYOUTS,
     add_planning,
@@ -380,6 +380,7 @@ class Setting:
     period: float
     memory: int
     steps: Mapping[str, Step]
+    code: str = ""  # how a script asks for it, but for the period
 
     @classmethod
     def of(cls, args: argparse.Namespace, **changed: Any) -> Setting:
@@ -423,7 +424,7 @@ class Setting:
             steps["Muon" if given.period == 1 else "full step"] = simulate(job)
         if given.period > 1:
             steps["block step"] = simulate(job, block_step)
-        return cls(name, job, given.period, kept, steps)
+        return cls(name, job, given.period, kept, steps, _code(job.around, plan.topology))
 
     @property
     def ms(self) -> float:
@@ -450,6 +451,18 @@ class Setting:
                 for name, step in self.steps.items()
             },
         }  # fmt: skip
+
+
+def _code(around: Around, topology: Topology) -> str:
+    """What a script does to its model."""
+    mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
+    return {
+        Around.FSDP2: f"fully_shard(model, mesh={mesh})",
+        Around.DDP: "model = DistributedDataParallel(model)",
+        Around.REDUCED: "own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions("
+        "reduce_to_owner=True))",
+        Around.DEDICATED: f'own = dmuon.dedicate_params(model, {mesh}, layout="dedicated")',
+    }[around]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -510,7 +523,11 @@ def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Set
                 f"{one.memory / 2**30:.1f}",
             )
             rows.add_row(one.name, *told, style="" if n else "bold green")
-        shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS]
+        best = advice[0][0]
+        period = f", period={best.period:g}" if best.period > 1 else ""
+        last = f"With costs {args.costs} the fastest is {best.name}:"
+        code = f"{best.code}\nopt = dmuon.Muon(model{period})"
+        shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS, last, code]
     return printed(*shown, plain=False)
 
 

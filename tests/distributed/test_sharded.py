@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,10 +25,12 @@ from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
 from dmuon.tools.parallel_models import ParallelModel
+from dmuon.types import OwnershipError
+from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
-from tests.distributed.models import batch, loss_of, weights
+from tests.distributed.models import Used, batch, loss_of, weights
 from tests.distributed.twins import MUON, both
 from tests.transports import DelayingTransport
 
@@ -223,6 +227,98 @@ def test_replicas_along_any_axis_with_uneven_shards(rank, world, mesh, least):
             pair.model.square_weight.grad = pair.model.rows_weight.grad = None
         pair.step()
         pair.opt.synchronize()
+        assert_equal_replicas(pair.model)
+
+
+def not_reduced(pair: Any, *names: str) -> None:
+    """What gradients are where nobody reduces them over the replicas: each has its own."""
+    for name, p in pair.model.named_parameters():
+        if not names or name in names:
+            seed = 1 + pair.mesh.get_local_rank("replicate")
+            generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+            grad = local_tensor(p.grad)
+            grad.copy_(torch.randn(grad.shape, generator=generator) * 0.01)
+
+
+UNREDUCED = [(), ("blocks.1.down.weight",), ("blocks.0.norm.weight",)]
+
+
+@pytest.mark.parametrize("host", ["reads", "cannot read"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(4)
+def test_replicas_that_were_not_reduced_are_an_error_that_changes_nothing(rank, world, dtype, host):
+    """On all ranks, of all gradients or of one alone; where the host cannot read, one step later.
+    What is not finite is skipped, and no error."""
+    reads = host == "reads"
+    half = {"change": lambda model: model.to(dtype)}
+    for names in UNREDUCED:
+        with nullcontext() if reads else host_cannot_read(), both(Used, "hsdp", **half) as pair:
+            pair.train_alone([0])
+            pair.backward(1)
+            not_reduced(pair, *names)
+            pair.opt.synchronize()
+            before = pair.snapshot()
+            if not reads:
+                pair.step()
+            text = f"between ranks: that of parameter '{names[0] if names else ''}.* by [1-9]"
+            with pytest.raises(OwnershipError, match=text) as error:
+                pair.step()
+            assert "has model.set_requires_all_reduce(True)" in str(error.value)
+            assert_bitwise(pair.snapshot(), before)
+            pair.opt.zero_grad()
+            pair.backward(2)
+            not_reduced(pair)
+            if rank == 3:
+                local_tensor(pair.model.lm_head.weight.grad).fill_(math.inf)
+            pair.step()
+            assert pair.opt.stats()["finite"] is False
+            assert_bitwise(pair.snapshot(), before)
+            pair.train_alone([3])
+            assert pair.opt.stats()["finite"] is True
+
+
+@distributed(4)
+def test_fsdp2_that_never_reduces_over_replicas_gives_no_gradient_and_a_warning(rank, world):
+    with both(Used, "hsdp") as pair:
+        pair.model.set_requires_all_reduce(False)
+        before = pair.snapshot()
+        pair.backward(0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            pair.step()
+        found = [str(w.message) for w in told if "no parameter has a gradient" in str(w.message)]
+        assert len(found) == int(rank == 0)
+        assert all("did you call backward()? (HSDP" in text for text in found)
+        assert all("model.set_requires_all_reduce(True)" in text for text in found)
+        assert_bitwise(pair.snapshot(), before)
+
+
+@pytest.mark.parametrize("host", ["reads", "cannot read"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(4)
+def test_reduced_replicas_are_no_error(rank, world, dtype, host):
+    """The 16th step compares again. By turns: accumulated with one all-reduce, clipped, zeros but
+    for a matrix, none on one replica, none on one rank."""
+    half = {"change": lambda model: model.to(dtype)}
+    reads = host == "reads"
+    with nullcontext() if reads else host_cannot_read(), both(Used, "hsdp", **half) as pair:
+        for step in range(18):
+            if step % 5 == 0:
+                pair.model.set_requires_all_reduce(False)
+                pair.backward(100 + step)
+                pair.model.set_requires_all_reduce(True)
+            pair.backward(step)
+            if step % 5 == 1:
+                nn.utils.clip_grad_norm_(pair.model.parameters(), 0.01)
+            for name, p in pair.model.named_parameters() if step % 5 == 2 else ():
+                p.grad *= float(name == "mid.weight")
+            if step % 5 == 3 and pair.mesh.get_local_rank("replicate") == 1:
+                pair.model.mid.weight.grad = None
+            if step % 5 == 4 and rank == 2:
+                pair.model.mid.weight.grad = None
+            pair.step()
+        pair.opt.synchronize()
+        assert pair.opt.stats()["steps"] == 18 and pair.opt.stats()["skipped"] == 0
         assert_equal_replicas(pair.model)
 
 

@@ -38,7 +38,9 @@ def loss_of_wide(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def step_of(pair: Both) -> None:
     """On gradients of this rank's own; of replicas the same."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(pair.mesh.get_local_rank(0))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(
+        pair.mesh.get_local_rank(pair.mesh.ndim - 1)
+    )
     for p in pair.model.parameters():
         p.grad = torch.zeros_like(p)
         local = local_tensor(p.grad)

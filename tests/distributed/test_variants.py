@@ -167,6 +167,27 @@ def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
             dmuon.Muon(in_shards(), variant=wrong).report()
 
 
+class Fast(dmuon.Rule):
+    """Momentum of its own, which not every layout would ask."""
+
+    def advance(self, buffers: Any, grads: Any, h: Any) -> None:
+        torch._foreach_lerp_(buffers, grads, 1.0)
+
+
+@cases("ddp", "reduce_to_owner", "fsdp2", "dedicated", "tp+fsdp")
+def test_a_rule_that_would_count_in_one_layout_only_is_refused(rank, world, name):
+    """When it is given, when it is put into a group, and by the reference."""
+    told = r"Fast\(\).*overrides 'advance'.*'accept' and the tuple 'state' alone"
+    with pytest.raises(TypeError, match=told):
+        Training(CASES[name], variant=Fast())
+    with pytest.raises(TypeError, match=told):
+        ReferenceMuon(small_model(), variant=Fast())
+    training = Training(CASES[name])
+    training.opt.param_groups[0]["variant"] = Fast()
+    with pytest.raises(TypeError, match=told):
+        training.train(range(1))
+
+
 @distributed(2)
 def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> None:
     """Of a step that is not finite nothing stays, and of a matrix without gradient neither."""

@@ -582,6 +582,14 @@ if __name__ == "__main__":
         path.write_text(text, encoding="utf-8")
 
 
+def test_the_executable_is_the_command():
+    """Installed beside Python; without arguments it prints its help and exits with 0."""
+    for command in (["dmuon"], [sys.executable, "-m", "dmuon"]):
+        command[0] = str(Path(sys.executable).with_name(Path(command[0]).name))
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert told.stdout.startswith("usage: ") and "simulate" in told.stdout
+
+
 def test_without_arguments_it_prints_its_help(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])

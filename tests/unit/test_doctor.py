@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import dmuon
 from dmuon import devices
@@ -44,13 +45,25 @@ def test_it_prints_fifteen_lines_at_most_and_nothing_private(capsys):
     found = lines(capsys)
     assert len(printed) == len(found) <= 15
     assert [line[:14].strip() for line in printed] == list(found)
-    assert found["dmuon"] == dmuon.__version__ and found["torch"] == str(torch.__version__)
+    assert found["dmuon"] == dmuon.__version__
+    assert found["torch"].partition(";")[0] == str(torch.__version__)
     assert found["python"] == platform.python_version()
     assert "failed" not in out and not dist.is_initialized()
     home = os.path.expanduser("~")
     assert home not in out and socket.gethostname() not in out
     if getpass.getuser() != "root":
         assert getpass.getuser() not in out
+
+
+def test_it_names_what_an_older_torch_cannot_do(capsys, monkeypatch):
+    newest = lines(capsys)["torch"]
+    assert ("cannot do" in newest) is (torch.__version__ < "2.13")
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", list)
+    assert lines(capsys)["torch"] == (
+        f"{torch.__version__}; cannot do: FSDP2 with parameters that some ranks do not use; "
+        "torch.load(weights_only=True) of FSDP2 on top of tensor parallelism"
+    )
 
 
 def test_each_line_says_why(capsys, monkeypatch):

@@ -186,7 +186,7 @@ def test_ranks_that_all_differ_are_still_planned_near_the_bound():
 # ---- names and reports -------------------------------------------------------------------
 
 
-def test_the_report_tells_domains_copies_and_where_state_lies(tmp_path):
+def test_the_report_tells_copies_and_where_state_lies():
     specs = specs_of(KEYS)
     names = [f"layers.{i // 2}.w (copy {i % 2 + 1} of 2)" for i in range(len(KEYS))]
     specs = replace(
@@ -206,14 +206,8 @@ def test_the_report_tells_domains_copies_and_where_state_lies(tmp_path):
     )
     report = build_report(plan)
     text = " ".join(str(report).split())
-    assert (
-        "5 matrices: any rank; 6 matrices: one of 2 ranks (1 such set); 1 matrix: a single rank"
-        in text
-    )
     assert "state per rank: 1.0 MiB. It lies with the" in text
     assert "(copy " in text
-    report.to_html(tmp_path / "report.html")
-    assert "any rank; 6 matrices" in (tmp_path / "report.html").read_text()
     assert report.to_dict()["certificate"]["proven"]
     without = str(build_report(replace(plan, layout=Layout.REDUCED)))
     assert "It lies with" not in without

@@ -70,10 +70,15 @@ def muon(model_or_params: Any, **settings: Any) -> dmuon.Muon:
     return dmuon.Muon(model_or_params, **(SETTINGS | settings))
 
 
-def trained(steps: int = 1, model: nn.Module | None = None, **settings: Any) -> Pair:
-    """A `TinyGPT` and its optimizer after some steps."""
+def trained(
+    steps: int = 1,
+    model: nn.Module | None = None,
+    given: Callable[[nn.Module], Any] = lambda model: model,
+    **settings: Any,
+) -> Pair:
+    """A `TinyGPT` and its optimizer after some steps; ``given``: what that is made of."""
     model = TinyGPT() if model is None else model
-    opt = muon(model, **settings)
+    opt = muon(given(model), **settings)
     train(model, opt, BATCHES, range(steps))
     return model, opt
 
@@ -202,7 +207,7 @@ def test_groups_of_bare_parameters_say_their_roles(roles):
     opt = muon(groups)
     assert ["momentum" in g for g in opt.param_groups] == [True, False]
     assert ["betas" in g for g in opt.param_groups] == [False, True]
-    assert not any(g.keys() & {"use_muon", "algorithm", "param_names"} for g in opt.param_groups)
+    assert not any(g.keys() & {"use_muon", "algorithm"} for g in opt.param_groups)
     same_steps((model, opt), (twin, muon(named)))
     assert opt.stats()["update_rms"]
     for name, p in model.named_parameters():
@@ -352,6 +357,27 @@ def test_what_waited_acts_once_a_matrix_joins():
     assert not torch.equal(*found)
 
 
+@PLANNED
+def test_what_waits_comes_back_from_a_state_that_alone_says_it(planned):
+    named = by_role(TinyGPT())
+    state = muon([{"params": named[0]}, {"params": named[1], "momentum": 0.5}]).state_dict()
+    model = TinyGPT()
+    opt = muon([{"params": named} for named in by_role(model)])
+    train(model, opt, BATCHES, range(int(planned)))
+    opt.load_state_dict(through_a_file(state))
+    train(model, opt, BATCHES, range(1))
+    assert opt.param_groups[1]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("momentum", -3), ("ns_steps", 0), ("adjust_lr_fn", "orig"), ("betas", (2, 3)), ("nesterov", 1),
+])  # fmt: skip
+def test_what_waits_is_checked_like_what_acts(key, value):
+    matrices, others = by_role(TinyGPT())
+    with pytest.raises((TypeError, ValueError), match=rf"{key}.* in opt.param_groups\[0\]"):
+        muon([{"params": matrices if key == "betas" else others, key: value}])
+
+
 def test_repr_is_as_short_as_of_torch():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
     opt = dmuon.Muon(model)
@@ -368,6 +394,8 @@ OF_OTHERS: dict[str, Any] = {
     "default_config": True, "max_lr": 1e-2, "min_lr": 1e-4, "initial_lr": 1e-2, "layer_id": 3,
     "decay": True, "no_weight_decay": True, "index": 0, "id": 1, "names": ["a"], "fused": False,
     "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False,
+    "split": "train", "head": True, "num_steps": 5, "base_weight_decay": 0.1, "clr": 1,
+    "beta1": 0.9, "mult": 2,
     "lr_decay": 1, "warmup": 10, "trust_ratio": 1.0, "block": None, "module": "mlp", "depth": 2,
 }  # fmt: skip
 HYPER: dict[str, Any] = {
@@ -692,6 +720,89 @@ def test_states_go_through_torchs_distributed_checkpoint(planned, options):
     # As text: torch makes lists of tuples.
     assert json.dumps(hyperparameters(other)) == json.dumps(hyperparameters(opt))
     same_steps((twin, other), (model, opt), range(2, 4))
+
+
+FORMS_OF_A_STATE: dict[str, Callable[[nn.Module], Any]] = {
+    "module": lambda m: m,
+    "named": lambda m: list(m.named_parameters()),
+    "bare": lambda m: m.parameters(),
+    "one group": lambda m: [{"params": list(m.parameters())}],
+    "group of names": lambda m: [{"params": list(m.named_parameters())}],
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["into a new one", "into a trained one"])
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}], ids=["", "flat"])
+def test_every_form_saves_what_every_form_loads(tmp_path, options, late):
+    """Through torch's distributed checkpoint, to files and back; then they go on alike."""
+    how = StateDictOptions(**options)
+    for name, form in FORMS_OF_A_STATE.items():
+        model, opt = trained(2, given=form)
+        saved = dict(zip(("model", "optimizer"), get_state_dict(model, opt, options=how)))
+        dcp.save(saved, checkpoint_id=tmp_path / name)
+        keys = set(saved["optimizer"]) if options else set(saved["optimizer"]["param_groups"][0])
+        for other in FORMS_OF_A_STATE.values():
+            twin, its = trained(int(late), given=other)
+            got = dict(zip(("model", "optimizer"), get_state_dict(twin, its, options=how)))
+            its_keys = (
+                set(got["optimizer"]) if options else set(got["optimizer"]["param_groups"][0])
+            )
+            assert its_keys == keys
+            dcp.load(got, checkpoint_id=tmp_path / name)
+            set_state_dict(
+                twin, its, model_state_dict=got["model"], optim_state_dict=got["optimizer"],
+                options=how,
+            )  # fmt: skip
+            source = TinyGPT()
+            source.load_state_dict(model.state_dict())
+            opt_of_source = muon(source)
+            opt_of_source.load_state_dict(opt.state_dict())
+            same_steps((source, opt_of_source), (twin, its), range(2, 4))
+
+
+def test_groups_of_both_forms_save_the_same_and_states_without_names_go_by_order():
+    """As older ones were, of bare parameters."""
+    states = []
+    for bare in (True, False):
+        model = TinyGPT()
+        groups = [{"params": plain(n) if bare else n} for n in by_role(model)]
+        opt = muon(groups)
+        train(model, opt, BATCHES, range(2))
+        states.append((model, opt, opt.state_dict()))
+    (model, opt, state), (_, named, other) = states
+    assert state["param_groups"] == other["param_groups"]
+    for group in state["param_groups"]:
+        del group["param_names"]
+    named.load_state_dict(through_a_file(state))
+    for p, q in zip(model.parameters(), states[1][0].parameters()):
+        q.data.copy_(p.data)
+    same_steps((model, opt), (states[1][0], named), range(2, 4))
+
+
+@PLANNED
+@pytest.mark.parametrize("named", [True, False], ids=["names", "order"])
+def test_a_state_of_adamw_is_an_error_and_its_moments_are_taken_if_asked_for(planned, named):
+    """Of what AdamW updates here: it goes on where it was, and momentum begins at zero."""
+    model = TinyGPT()
+    adamw = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=1e-3)
+    train(model, adamw, BATCHES, range(2))
+    state = through_a_file(adamw.state_dict())
+    twin, opt = trained(int(planned), model=clone(model))
+    twin.load_state_dict(model.state_dict())
+    told = r"updated by muon here and needs 'momentum_buffer'.*Of AdamW load the weights alone, or "
+    with pytest.raises(OwnershipError, match=told + r"opt.load_state_dict\(\[state\]\)"):
+        opt.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="nothing of 4 trainable parameters.*begin at zero"):
+        opt.load_state_dict([state])
+    entries = {n: opt.state[p] for n, p in twin.named_parameters()}
+    for n, p in model.named_parameters():
+        if is_matrix(n):
+            assert "exp_avg" not in entries[n]
+            assert not entries[n].get("momentum_buffer", torch.zeros(1)).any()
+        else:
+            assert torch.equal(entries[n]["exp_avg"], adamw.state[p]["exp_avg"]), n
+            assert float(entries[n]["step"]) == 2.0
+    train(twin, opt, BATCHES, [2])
 
 
 def test_a_state_of_another_model_is_refused_before_planning_too():

@@ -85,7 +85,7 @@ def test_orders_separate_and_crowd_owners(plan):
     for order in ORDERS:
         new = reordered(plan, order)
         names = launch_order([m.name for m in new.specs.matrices])
-        crowded[order] = contention([new.owners[i] for i in names], new.topology).node_mean
+        crowded[order] = contention([new.owners[i] for i in names], new.topology)[0]
     assert crowded["XOR"] < crowded["a node's layers"]
     with pytest.raises(ValueError, match="order is 'rows'; expected one of XOR"):
         reordered(plan, "rows")

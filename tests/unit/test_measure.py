@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import io
+import json
 import math
 import random
 import re
@@ -788,6 +789,24 @@ def test_it_prints_a_table_of_every_shape_and_batch(tmp_path, capsys):
     assert "1 analytic" in out and "measured" not in out.replace("measured on", "")
 
 
+def test_times_that_were_not_taken_are_marked(tmp_path, capsys):
+    """On a CPU batches beyond one that takes long are products of its time."""
+    path = tmp_path / "costs.json"
+    how = ("--shapes", "320x320", "--max-batch", "4", "--budget", "5", "--threads", "1")
+    assert profile(tmp_path, *how, "--out", str(path)) == 0
+    table, (row,) = CostTable.load(path), json.loads(path.read_text())["entries"]
+    one, two, four = (row["ms"][str(b)] for b in (1, 2, 4))
+    marked = [b for b, ms in ((2, two), (4, four)) if b * one * 1.001 == pytest.approx(ms, 1e-9)]
+    assert marked == row["derived"] if one >= 4 else set(marked) <= {*row["derived"]}
+    printed = re.findall(r"^.* ([124]) .* (measured|derived) ", capsys.readouterr().out, re.M)
+    assert dict(printed) == {
+        str(b): "derived" if b in row["derived"] else "measured" for b in (1, 2, 4)
+    }
+    long = CostTable("here", {KEYS[0]: {1: 5.0, 2: 10.01, 4: 20.0}}, entry_origin="measured")
+    assert [long.origin(KEYS[0], b) for b in (1, 2, 4)] == ["measured", "derived", "measured"]
+    assert table.origin((320, 320, "float32"), 1) == "measured"
+
+
 def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
     def table(*more: str) -> CostTable:
         options = ("--shapes", "8x24", "--dtype", "bfloat16", "--max-batch", "2", "--out", "-")
@@ -807,7 +826,10 @@ def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
     path = tmp_path / "costs.json"
     assert profile(tmp_path, "--shapes", "8x8", "--out", str(path)) == 0
     assert f"wrote {path}" in capsys.readouterr().err
-    assert CostTable.load(path).origin((8, 8, "float32"), 2) == "measured"
+    loaded, rows = CostTable.load(path), json.loads(path.read_text())["entries"]
+    origins = {b: loaded.origin((8, 8, "float32"), b) for b in map(int, rows[0]["ms"])}
+    assert {*origins.values()} <= {"measured", "derived"} and origins[1] == "measured"
+    assert rows[0]["derived"] == [b for b, origin in origins.items() if origin == "derived"]
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -213,7 +213,7 @@ def test_another_period_goes_on_with_a_warning(before, count, last_full, after, 
     assert state == {"step": count, "last_full": last_full, "period": str(before)}
     assert {type(v) for v in state.values()} == {int, str}
     schedule = Schedule(after)
-    with pytest.warns(UserWarning, match=rf"saved state has period {before},"):
+    with pytest.warns(RuntimeWarning, match=rf"saved state has period {before},"):
         schedule.load(state)
     assert (schedule.t, schedule.last_full) == (count, last_full)
     assert full_steps(schedule, 6)[:2] == then

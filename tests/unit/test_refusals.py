@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -231,6 +232,36 @@ def test_updates_that_are_rounded_away_are_told_once_with_the_numbers(
         opt.synchronize()
         same = [(w == before[n]).double().mean() for n, w in weights(model).items()]
         assert min(same) > 0.95  # what the warning says
+
+
+def test_warnings_point_at_the_users_line_and_come_once():
+    """Through torch's wrappers of `step`, through a scheduler's, and from planning."""
+    model, frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    frozen.weight.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        opt = dmuon.Muon(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+        late = dmuon.Muon(list(frozen.named_parameters()))
+        for _ in range(3):
+            opt.step()
+            schedule.step()
+            frozen.bias.grad = torch.ones(4)
+            late.step()
+        state = {"state": {}, "param_groups": opt.state_dict()["param_groups"]}
+        own = [p for p in model.parameters() if p.ndim > 1][:1]
+        state["state"] = {0: {"momentum_buffer": torch.zeros_like(own[0])}}
+        opt.load_state_dict(state)
+    told = [w for w in caught if "dmuon" in str(w.message)]
+    assert {w.filename for w in told} == {__file__}
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    found = [(lines[w.lineno - 1].strip(), str(w.message)[:40]) for w in told]
+    assert [line for line, _ in found] == [
+        "opt.step()",
+        "late.step()",
+        "opt.load_state_dict(state)",
+    ]
+    assert "did you call backward()?" in str(told[0].message)
 
 
 @LAYOUTS

@@ -28,7 +28,7 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
-from dmuon.scheduler.topology import Topology, contention
+from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout
 from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of
 
@@ -190,7 +190,6 @@ def test_matrices_of_one_rank_alone_are_no_matter_of_planning():
     report = build_report(priced(specs, price, owners=[0, 0], world=2, limits=limits))
     assert not report.bottleneck.movable
     assert "whole on that rank alone, so no plan can move them" in told(report)
-    assert "2 matrices: a single rank, which has it whole" in told(report)
 
 
 def measured_plan(bound: float = 4.0, **fields) -> OwnershipPlan:
@@ -206,12 +205,10 @@ def test_measured_times_are_compared_with_predicted_ones():
     assert (measured.ratios, measured.ratio) == ((0.5, 1.5), 1.0)
     assert (measured.makespan_ms, measured.busiest) == (6.0, 1)
     # Shared out evenly: 4 ms. The 4-ms matrix takes 2, so it is no floor.
-    found = (measured.imbalance, measured.best_ms, measured.saving_ms)
-    assert found == pytest.approx((0.5, 4.0, 2.0)) and measured.replan
+    assert (measured.imbalance, measured.best_ms) == pytest.approx((0.5, 4.0))
     text = told(report)
     assert "makespan 6.000 ms on rank 1, imbalance 50.00%, 1.00 x predicted" in text
-    assert "re-planning would pay: it could save up to 2.000 of 6.000 ms (33%)" in text
-    assert 'costs="measured"' in text and "own.close()" in text
+    assert "if times stay so, no plan is below 4.000 ms" in text
     assert re.search(r" 1 4 4\.000 0\.00% 384 B 6\.000 1\.50 ", text)
     assert build_report(measured_plan()).measured is None
     assert "measured ms" not in str(build_report(measured_plan()))
@@ -219,21 +216,18 @@ def test_measured_times_are_compared_with_predicted_ones():
         build_report(measured_plan(), [1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize(("times", "best", "pays"), [
-    ([4.0, 4.0], 4.0, False),
-    ([4.0, 4.2], 4.1, False),  # 0.1 ms, but within 5%
-    ([4.0, 8.0], 6.0, True),
-    ([8.0, 4.0], 8.0, False),  # the matrix is the floor, however slow it is
-    ([0.04, 0.08], 0.06, False),  # not worth a restart
-    ([40.0, 80.0], 60.0, True),
-    ([0.0, 4.0], 4.0, False),  # a rank without gradients says nothing of the speed
+@pytest.mark.parametrize(("times", "best"), [
+    ([4.0, 4.0], 4.0), ([4.0, 4.2], 4.1), ([4.0, 8.0], 6.0),
+    ([8.0, 4.0], 8.0),  # the matrix is the floor, however slow it is
+    ([0.04, 0.08], 0.06), ([40.0, 80.0], 60.0),
+    ([0.0, 4.0], 4.0),  # a rank without gradients says nothing of the speed
 ])  # fmt: skip
-def test_when_re_planning_pays(times, best, pays):
+def test_measured_times_are_told_without_advice(times, best):
+    """One busy moment is no reason for another plan."""
     report = build_report(measured_plan(), times)
-    assert report.measured.replan is pays
     assert report.measured.best_ms == pytest.approx(best)
-    assert ("re-planning would pay" in str(report)) is pays
-    assert ("the plan fits" in str(report)) is not pays
+    assert f"no plan is below {report.ms_text(best)} ms" in told(report)
+    assert not re.search("pay|re-plan|close\\(|anew from scratch|verdict", str(report))
 
 
 def test_an_imbalance_that_no_plan_avoids_is_no_reason():
@@ -243,18 +237,15 @@ def test_an_imbalance_that_no_plan_avoids_is_no_reason():
     measured = build_report(plan, [4.0, 2.0]).measured
     assert measured.imbalance == pytest.approx(1 / 3)
     assert measured.best_ms == 4.0
-    assert not measured.replan
     loose = build_report(replace(plan, lower_bound_ms=0.1), [4.0, 2.0])
-    assert loose.measured.replan, "without a proven bound it would seem to pay"
+    assert loose.measured.best_ms < 3.1, "without a proven bound another plan would seem to pay"
 
 
 def test_a_rank_that_is_slow_in_itself_is_no_reason_but_is_named():
     plan = priced(specs_of([SQUARE] * 8), {SQUARE: [4.0]}, owners=list(range(8)), world=8)
     report = build_report(plan, [4.0] * 7 + [8.0])
-    assert not report.measured.replan and "the plan fits" in told(report)
-    text = "Rank 7 takes 3.500 ms more than the mean of the ranks that do the same work"
-    assert text in told(report)
-    assert "the same work" not in str(build_report(plan, [4.0] * 8))
+    assert "8.000 ms on rank 7, 3.500 ms above ranks that do the same," in told(report)
+    assert "that do the same" not in told(build_report(plan, [4.0] * 8))
 
 
 def test_fixed_loads_count_in_the_measured_balance_but_not_in_the_ratio():
@@ -262,21 +253,6 @@ def test_fixed_loads_count_in_the_measured_balance_but_not_in_the_ratio():
     measured = build_report(plan, [4.0, 4.0]).measured
     assert (measured.ratios, measured.loads_ms) == ((1.0, 1.0), (14.0, 4.0))
     assert (measured.makespan_ms, measured.best_ms) == (14.0, 9.0)
-
-
-def test_contention_is_compared_with_ranks_taking_turns():
-    topology = Topology.flat(8, ranks_per_node=4)
-    owners = list(topology.owner_order()) * 2
-    plan = plan_of(specs_of([WIDE] * 16), owners, 8)
-    report = build_report(replace(plan, topology=topology))
-    assert report.contention["plan"] == contention(owners, topology)
-    assert report.contention["row_major"] == contention([*range(8)] * 2, topology)
-    assert report.contention["plan"].node_max < report.contention["row_major"].node_max == 4
-    assert report.to_dict()["contention"]["row_major"]["node_max"] == 4
-    assert "contention" in str(report)
-    on_one_node = build_report(plan)
-    assert on_one_node.contention is on_one_node.to_dict()["contention"] is None
-    assert "contention" not in str(on_one_node)
 
 
 @pytest.mark.parametrize(("certificate", "shown"), [
@@ -321,7 +297,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
         "seconds", "ranks", "parameters", "layout", "costs", "fingerprint", "alternatives_ms",
         "engine", "note", "hit_time_limit", "shapes", "memory", "idle", "bottleneck", "certificate",
         "traffic",
-        "contention", "measured", "kernels", "co_owners", "alone_ms", "shared_ms", "model",
+        "measured", "kernels", "co_owners", "alone_ms", "shared_ms", "model",
         "source", "mesh", "nodes", "device", "groups",
     }  # fmt: skip
     assert data["owners"] == 2
@@ -336,8 +312,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     assert data["kernels"] == [{"kernel": "", "batches": 2, "matrices": 5}]
     expected = {
         "loads_ms": [2.0, 6.0], "ratios": [0.5, 1.5], "ratio": 1.0, "makespan_ms": 6.0,
-        "busiest": 1, "imbalance": 0.5, "best_ms": 4.0, "saving_ms": 2.0, "straggles_ms": 0.0,
-        "replan": True,
+        "busiest": 1, "imbalance": 0.5, "best_ms": 4.0, "straggles_ms": 0.0,
     }  # fmt: skip
     assert data["measured"] == expected
     assert build_report(plan).to_dict()["measured"] is None
@@ -548,14 +523,14 @@ def parsed(text: str) -> ElementTree.Element:
 
 
 def pictures(text: str) -> list[list[tuple[str, list[ElementTree.Element], list[str]]]]:
-    """Of both pictures: each group's title, rectangles and texts."""
+    """Of the picture: each group's title, rectangles and texts."""
     found = [
         [(getattr(g.find("title"), "text", ""), [*g.iter("rect")],
           [t.text for t in g.findall("text")])
          for g in svg.findall("g")]
         for svg in parsed(text).iter("svg")
     ]  # fmt: skip
-    assert len(found) == 2
+    assert len(found) == 1
     return found
 
 
@@ -579,9 +554,9 @@ def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_n
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert attributes.isdisjoint({"src", "href", "xlink:href", "onload", "onclick"})
     assert not re.search(r"https?:|url\(|@import|javascript:|nan%", text)
-    loads_drawn, mesh = pictures(text)
-    assert 1 <= len(loads_drawn) <= 64 and 1 <= len(mesh) <= 64
-    for _, rects, _ in loads_drawn + mesh:
+    (drawn,) = pictures(text)
+    assert 1 <= len(drawn) <= 64
+    for _, rects, _ in drawn:
         for rect in rects:
             assert size(rect, "x") >= 0 <= size(rect, "width")
             assert size(rect, "x") + size(rect, "width") <= 100.5
@@ -590,7 +565,7 @@ def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_n
 def test_bars_begin_at_zero_so_that_a_small_difference_is_small(tmp_path):
     loads = [10.0 + 0.05 * (rank % 2) for rank in range(32)]
     text = page(loads_report(loads, 10.0), tmp_path)
-    drawn, _ = pictures(text)
+    (drawn,) = pictures(text)
     assert len(drawn) == 32
     for rank, (title, rects, texts) in enumerate(drawn):
         assert title == f"rank {rank}: {loads[rank]:.3f} ms"
@@ -602,44 +577,13 @@ def test_bars_begin_at_zero_so_that_a_small_difference_is_small(tmp_path):
         assert [r.get("class") for r in rects[1:]] == ["more"] * (rank % 2)
     axis = [t.text for t in next(parsed(text).iter("svg")).findall("text")]
     assert axis == ["0", "2", "4", "6", "8", "10", "ms"]
-    mixed, _ = pictures(page(loads_report([9.0, 10.5, 0.0], 10.0), tmp_path))
+    (mixed,) = pictures(page(loads_report([9.0, 10.5, 0.0], 10.0), tmp_path))
     assert [[r.get("class") for r in rects] for _, rects, _ in mixed] == [
         ["less"],
         ["less", "more"],
         [],
     ]
     assert mixed[2][2] == ["rank 2", "idle"]
-
-
-def test_the_mesh_map_is_coloured_from_no_load_to_the_largest(tmp_path):
-    loads = [1.0 + rank / 1000 for rank in range(10)]
-    _, mesh = pictures(page(loads_report(loads, 1.0, per_node=4), tmp_path))
-    assert [texts for _, _, texts in mesh] == [[str(rank)] for rank in range(10)]
-    places = [(size(rects[0], "x"), size(rects[0], "y")) for _, rects, _ in mesh]
-    assert len(set(places)) == 10
-    for rank, (x, y) in enumerate(places):
-        assert (x, y) == (places[rank % 4][0], places[rank // 4 * 4][1])
-    shades = [float(rects[0].get("fill-opacity")) for _, rects, _ in mesh]
-    assert shades == sorted(shades) and shades[-1] - shades[0] < 0.02
-    text = page(loads_report([1.0, 0.0], 1.0), tmp_path)
-    _, mesh = pictures(text)
-    strong, weak = (float(rects[0].get("fill-opacity")) for _, rects, _ in mesh)
-    assert strong == 1 and weak < 0.2
-    # On a dark page the strongest is light, so nothing may be called dark.
-    colours = [int(a or b, 16) for a, b in re.findall(r"--bg: #(..)|--heat: #(..)", text)]
-    assert [abs(a - b) > 100 for a, b in zip(colours[::2], colours[1::2])] == [True, True]
-    assert "darker" not in text
-
-
-def test_of_many_ranks_the_map_shows_how_the_loads_of_each_node_are_spread(tmp_path):
-    loads = [float(rank % 8 // 2) for rank in range(1024)]  # 0, 0, 1, 1, 2, 2, 3, 3 on each node
-    text = page(loads_report(loads, 3.0, per_node=8), tmp_path)
-    _, rows = pictures(text)
-    assert [texts for *_, texts in rows] == [[f"{n}-{n + 3}", "3.000"] for n in range(0, 128, 4)]
-    for _, rects, _ in rows:
-        assert len(rects) == 4, "a quarter each"
-        assert len({r.get("fill-opacity") for r in rects}) == 1
-    assert "8 of 32 ranks: 0.000 ms and more" in text and "256 of all 1024 own nothing" in text
 
 
 def test_the_page_holds_what_the_text_holds(tmp_path):
@@ -650,12 +594,9 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     slow = page(build_report(plan, [2.0, 6.0]), tmp_path)
     assert not [*parsed(slow).iter("script")] and slow.count("&lt;script&gt;") == 2
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
-    assert 'class="verdict warn"' in slow and "re-planning would pay" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
     assert "m0.weight, 4.000 ms: no plan with one owner per matrix is faster" in slow
-    fits = page(build_report(measured_plan(), [4.0, 4.0]), tmp_path)
-    assert 'class="verdict"' in fits and "the plan fits" in fits
-    assert 'class="verdict' not in page(build_report(measured_plan()), tmp_path)
+    assert "no plan is below 4.000 ms" in slow
 
 
 def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):

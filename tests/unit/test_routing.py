@@ -114,6 +114,12 @@ RULES = (
     ),
     ("gain of a normalization with several dims", "scales elements, maps nothing"),
     (
+        "of a parametrization's originals all but the largest: the gain of `weight_norm`. The "
+        "largest (`parametrizations.weight.original1`, `weight_v`, `weight_orig`) goes by the kind "
+        "of the module whose weight is computed from it",
+        "`torch.nn.utils.parametrize` only stores the weight in other parts",
+    ),
+    (
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
         "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
     ),

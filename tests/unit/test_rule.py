@@ -417,3 +417,33 @@ def test_a_rule_says_what_it_is():
         NorMuon(beta2=1.0)
     with pytest.raises(ValueError, match="'adam'"):
         ReferenceMuon([nn.Parameter(torch.ones(2, 2))], variant="adam")
+
+
+# All that a rule does, except for what a variant may say.
+CLOSED = sorted({n for n in vars(Rule) if not n.startswith("__")} - {"accept", "state"})
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("base", [Rule, NorMuon])
+def test_what_counts_in_some_layouts_alone_is_refused_by_name(name, base):
+    """In the class, a class between, or the instance."""
+    told = rf"group 1 overrides '{name}'.*may override the method 'accept' and the tuple 'state'"
+    direct = type("Mine", (base,), {name: lambda *args, **kwargs: None})
+    variants = [direct(), type("Deeper", (direct,), {})()]
+    if name != "is_plain":  # a property: it cannot be set
+        variants.append(base())
+        setattr(variants[-1], name, 3)
+    for variant in variants:
+        with pytest.raises(TypeError, match=told):
+            rule_of({"variant": variant}, " in group 1")
+
+
+def test_accept_of_an_instance_is_refused_and_names_of_ones_own_are_free():
+    mine = Rule()
+    mine.accept = lambda update, state: update.sign()
+    with pytest.raises(TypeError, match="overrides 'accept'"):
+        rule_of({"variant": mine})
+    own = {"advance_all": 1, "accept": lambda self, update, state: update, "__eq__": object.__eq__}
+    free = type("Free", (NorMuon,), own)()
+    free.scale, free.state = 2.0, (StateSpec("size"),)
+    assert rule_of({"variant": free}) is free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
+import dmuon
+from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import Member, collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, SelectionError
@@ -357,6 +362,66 @@ def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
     assert matrix.view(model.weight).data_ptr() == model.weight.data_ptr()
     with pytest.raises(SelectionError, match=r"'weight'.*contiguous"):
         collect(model, heads={"weight": 2})
+
+
+@pytest.mark.parametrize("form", [
+    lambda m: m, lambda m: list(m.named_parameters()), lambda m: m.parameters(),
+], ids=["module", "named", "bare"])  # fmt: skip
+def test_weights_under_parametrizations_go_by_the_kind_of_their_module(form):
+    """Gains beside them, embeddings and heads go to AdamW; so do hooks of older torch name them."""
+    model = nn.ModuleDict({
+        "embed": weight_norm(nn.Embedding(11, 8)),
+        "norm": weight_norm(nn.Linear(8, 8)),
+        "whole": orthogonal(nn.Linear(8, 8)),
+        "conv": weight_norm(nn.Conv1d(8, 6, 3)),
+        "turned": weight_norm(nn.ConvTranspose1d(8, 6, 3), dim=1),
+        "pruned": prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+        "hooks": spectral_norm(nn.Linear(8, 8)),
+        "lm_head": weight_norm(nn.Linear(8, 11)),
+    })  # fmt: skip
+    made = dmuon.Muon(form(model)).report().plan.specs
+    routes = {p.name: (p.algorithm.value, p.reason) for p in made.parameters}
+    of = "{}.parametrizations.weight.{}".format
+    weight = ("muon", "weight, under a parametrization")
+    for name in (
+        of("norm", "original1"), of("whole", "original"), of("conv", "original1"),
+        of("turned", "original1"), "pruned.weight_orig", "hooks.weight_orig",
+    ):  # fmt: skip
+        assert routes.pop(name) == weight
+    gain = "'original0' beside a larger one, under a parametrization"
+    assert {routes[of(n, "original0")][1] for n in ("norm", "conv", "turned", "lm_head")} == {gain}
+    assert routes[of("lm_head", "original1")][1].startswith("output head ('lm_head')")
+    assert routes[of("embed", "original1")][1].startswith("embedding (")
+    assert {algorithm for algorithm, _ in routes.values()} == {"adamw"}
+    shapes = {m.name.split(".")[0]: m.shape for m in made.matrices}
+    assert (shapes["conv"], shapes["turned"]) == ((6, 24), (6, 24))
+
+
+def test_names_that_look_like_originals_are_no_parametrizations():
+    """A parameter of the user's own, beside which there is no weight that is computed."""
+    linear = nn.Linear(4, 4)
+    linear.low_v = nn.Parameter(torch.ones(4, 4))
+    specs = collect(nn.ModuleDict({"a": linear}))
+    assert [p.reason for p in specs.parameters if "low" in p.name] == [
+        "bare parameter 'low_v' is not named as a weight"
+    ]
+
+
+def test_a_parametrized_weight_is_trained_as_the_reference_trains_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    settings = {"lr": 0.02, "ns_dtype": torch.float32}
+    reference = ReferenceMuon(twin, **settings)
+    opt = dmuon.Muon(model, **settings)
+    for step in range(3):
+        for m, o in ((model, opt), (twin, reference)):
+            m(torch.full((3, 8), step + 1.0)).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+    assert opt.state[model[0].parametrizations.weight.original1].keys() == {"momentum_buffer"}
 
 
 def test_select_overrides_every_default_rule():

@@ -373,3 +373,13 @@ def test_no_bucket_is_larger_than_a_batch_may_be():
         for owner in range(3):
             mine = [units[u].numel for u in members if units[u].owner == owner]
             assert len(mine) < 2 or sum(mine) <= 4 * 64
+
+
+def test_twins_hold_the_same_of_every_parameter():
+    """Two parameters over two replicas; a third is cut among these, as a vocabulary may be."""
+    shapes, mesh = [(4, 4), (6, 4), (8, 4)], (2, 2)
+    dims = [(REPLICATE, 0), (REPLICATE, 1), (0, REPLICATE)]
+    for count, twins in ((2, [{0, 2}, {1, 3}, {0, 2}, {1, 3}]), (3, [{0}, {1}, {2}, {3}])):
+        specs = specs_of(shapes[:count], [MatrixSpec("p0", 0, 4, 4, "float32")])
+        made = shard_everywhere(specs, mesh, dims[:count], [[0, 1]] * count)
+        assert [made.twins(rank) for rank in range(4)] == twins

@@ -481,8 +481,27 @@ def test_naive_muon_and_other_links(capsys):
     assert ms("--period", "inf")["steps"].keys() == {"adamw", "block step"}
 
 
-def test_advice(capsys):
-    assert main([*ASKED, "--nic", "10Gb/node", "--advise", "--json", "-"]) == 0
+def test_advice(capsys, monkeypatch):
+    kept: list = []
+    real = tool.advised
+    with monkeypatch.context() as once:
+        once.setattr(tool, "advised", lambda args: kept or kept.extend(real(args)) or kept)
+        assert main([*ASKED, "--nic", "10Gb/node", "--advise"]) == 0
+        text = capsys.readouterr().out
+        assert main([*ASKED, "--nic", "10Gb/node", "--advise", "--json", "-"]) == 0
+    ends = " ".join(text.split()).partition(" the fastest is ")[2]
+    best = kept[0][0]
+    assert f"With costs {ASKED[ASKED.index('--costs') + 1]} the fastest" in " ".join(text.split())
+    assert ends.startswith(f"{best.name}: {best.code} opt = dmuon.Muon(model")
+    assert ("period=" in ends) is (best.period > 1)
+    codes = {one.name: one.code for one, _ in kept}
+    assert codes["sharded, HSDP 2x4"] == (
+        "fully_shard(model, mesh=init_device_mesh(device, (2, 4), "
+        "mesh_dim_names=('replicate', 'shard')))"
+    )
+    assert codes["replicated, 8"] == "model = DistributedDataParallel(model)"
+    assert "reduce_to_owner=True" in codes["reduce_to_owner, 8"]
+    assert 'layout="dedicated"' in codes["dedicated, 8"]
     advice = json.loads(capsys.readouterr().out)["advice"]
     assert [row["ms"] for row in advice[:-3]] == sorted(row["ms"] for row in advice[:-3])
     names = [row["setting"] for row in advice]
