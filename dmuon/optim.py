@@ -80,7 +80,7 @@ class Muon(Optimizer):
 
     ``lr`` to ``adjust_lr_fn`` are those of `torch.optim.Muon`; two defaults differ: Polar Express,
     and "match_rms_adamw", with which an AdamW learning rate carries over as a safe start; the best
-    one is often 2 to 5 times higher (docs/learning-rate.md).
+    one is often 3 to 10 times higher (docs/learning-rate.md).
 
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
     parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,

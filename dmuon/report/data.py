@@ -488,7 +488,7 @@ def _traffic_text(report: LoadBalanceReport) -> str:
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         parts.append(text)
-    return "; ".join(parts)
+    return "; ".join(parts) + ". What computing hides: dmuon simulate" * bool(parts)
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:

@@ -470,6 +470,26 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
 WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
+@distributed(2)
+def test_keys_of_the_users_own_may_differ_between_ranks(rank, world):
+    """What ranks compare are hyperparameters: at planning, at steps and where a state is loaded."""
+    with both(Net, "ddp") as pair:
+        for group in pair.opt.param_groups:
+            group |= {"name": f"of rank {rank}", "tag": object(), f"only_{rank}": rank}
+        pair.train([0])
+        pair.opt.param_groups[0]["tag"] = rank
+        pair.train([1])
+        state = pair.opt.state_dict()
+        pair.opt.load_state_dict(state)
+        pair.train([2])
+        pair.check()
+        assert pair.opt.param_groups[0]["name"] == f"of rank {rank}"
+        pair.opt.param_groups[0]["momentum"] = 0.5 + 0.1 * rank
+        pair.backward(3)
+        with pytest.raises(ConsensusError, match="different hyperparameters.*momentum"):
+            pair.opt.step()
+
+
 @pytest.mark.parametrize("key", WRONG)
 @pytest.mark.parametrize(
     ("kind", "when", "on"),

@@ -320,6 +320,29 @@ def test_a_block_that_is_not_run_says_why(block, found):
         run("page.md", block)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_becomes_a_list(page):
+    """A line that happens to begin with "1." or "- " inside a paragraph is a list in Markdown; and
+    no words count lines of a block, which change."""
+    before, fenced = "", False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and re.match(r"[0-9]+[.)] |[-+*] ", line):
+            is_list = not before or re.match(r" |[-+*] |[0-9]+[.)] |<!--|#|\|", before)
+            assert is_list, (page, before, line)
+        before = line.rstrip()
+    counted = r"\b(second|third|fourth|fifth) line\b"
+    assert not re.search(counted, page.read_text(encoding="utf-8")), page
+
+
+def test_the_range_of_rates_is_the_same_everywhere():
+    text = (REPOSITORY / "docs" / "learning-rate.md").read_text(encoding="utf-8")
+    said = [
+        re.search(r"often\s+([0-9]+\s+to\s+[0-9]+)\s+times", t) for t in (text, dmuon.Muon.__doc__)
+    ]
+    assert all(said) and len({" ".join(found[1].split()) for found in said if found}) == 1
+
+
 def test_no_block_is_missed():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
