@@ -21,14 +21,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import is_distributed, local_tensor
+from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.kernels import choice
+from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.compare import assert_bitwise
@@ -271,6 +277,44 @@ def test_torchs_options_give_and_take_the_state(rank, world, name):
         again.train(range(SAVED_AT, SAVED_AT + 2))
         assert_bitwise(again.weights(), expected, form)
     again.close()
+
+
+@cases("ddp", "fsdp3", "hsdp", "tp+fsdp")
+def test_adamws_moments_are_taken_over_through_a_checkpoint(rank, world, name, tmp_path):
+    """As docs/migration.md says, and asked for by name alone; what torch says otherwise."""
+    training, folder = Training(CASES[name]), str(tmp_path)
+    model, opt = training.model, training.opt
+    before = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, batch(0, 0)).backward()  # ranks of tensor parallelism have the same data
+    before.step()
+    before.zero_grad()  # or torch takes states that are still empty for complete
+    dcp.save({"optimizer": get_optimizer_state_dict(model, before)}, checkpoint_id=folder)
+    ours = {"optimizer": get_optimizer_state_dict(model, opt)}
+    with pytest.raises(
+        dcp.api.CheckpointException, match="Missing key.*(param_names|momentum_buffer)"
+    ):
+        dcp.load(ours, checkpoint_id=folder)
+
+    read = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = get_optimizer_state_dict(model, read)
+    dcp.load({"optimizer": state}, checkpoint_id=folder)
+    set_optimizer_state_dict(model, read, state)
+    with pytest.raises(OwnershipError, match=r"needs 'momentum_buffer'.*opt.load_state_dict\(\[s"):
+        opt.load_state_dict(read.state_dict())
+    opt.load_state_dict([read.state_dict()])
+    routes = {p.name: p.algorithm.value for p in opt.ownership.plan.specs.parameters}
+    taken = 0
+    for n, p in trainable_parameters(model):
+        if routes[n] == "adamw":
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert_bitwise(whole_tensor(opt.state[p][key]), whole_tensor(before.state[p][key]))
+            taken += 1
+        else:
+            assert "exp_avg" not in opt.state[p]
+            assert not whole_tensor(opt.state[p].get("momentum_buffer", torch.zeros(1))).any()
+    assert taken
+    training.train(range(2))
+    training.close()
 
 
 # ---- files, and saves beside training ----------------------------------------------------
