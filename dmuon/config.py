@@ -546,10 +546,14 @@ def is_exchange_step(step: int) -> bool:
 # How something is called here.
 _WORDS = {
     "backend_steps": "ns_steps",
+    "adamw_wd": "adamw_weight_decay",
     "epsilon": "eps",
     "learning_rate": "lr",
     "momentum_beta": "momentum",
     "mu": "momentum",
+    "ns_coefs": "ns_coefficients",
+    "ns_iters": "ns_steps",
+    "use_nesterov": "nesterov",
     "muon_lr": "lr",
     "wd": "weight_decay",
 }
@@ -594,6 +598,7 @@ def near(name: str, known: Iterable[str]) -> str | None:
     >>> near("momentm", ["momentum"]), near("weight_decay_mult", ["weight_decay"])
     ('momentum', None)
     """
+    name = str(name).lower()
     known = [word for word in known if abs(len(word) - len(name)) <= 2 or word == _WORDS.get(name)]
     is_word = _WORDS.get(name) in known
     return next(iter([_WORDS[name]] if is_word else get_close_matches(name, known, 1, 0.83)), None)

@@ -45,7 +45,7 @@ _RULES = config.ADAMW_RULES | config.MIXED_RULES | config.MUON_RULES
 _OURS = {*_RULES, "adamw_lr", *PROGRESS.values()}
 _MADE_UP = "param_groups."  # begins names of parameters that no module holds
 _DEDICATE = "select", "splits", "heads"
-_KNOWN = {*_OURS, *_FOR_ALL, *config.FLAGS}
+_KNOWN = {*_OURS, *_FOR_ALL, *config.FLAGS, *MEMBERS[2:]}
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -533,25 +533,26 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     needed = {**(config.MUON_RULES if is_muon else config.ADAMW_RULES)}
     needed |= config.MIXED_RULES if is_muon and is_adamw else {}
     waiting = {k: _RULES[k] for k in _RULES.keys() & group.keys() - needed.keys()}
-    config.checked(waiting, group, place=place)
+    kept = config.checked(waiting, group, place=place)
     missing = [name for name in needed if name not in group]
     if missing:
         raise OwnershipError(
             f"opt.param_groups[{number}] has lost {missing}: set "
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
-    for key in sorted(group.keys() - needed.keys() - {*MEMBERS}):
+    for key in sorted(group.keys() - needed.keys() - {*MEMBERS}, key=str):
         is_idle = config.is_idle(key, group[key], in_group=True)
         if not is_idle and (advice := _instead(key, needed)):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: {advice}"
             )
-    if not is_muon:
-        return config.checked(config.ADAMW_RULES, group, owner="AdamW ", place=place)
-    kept = config.check_muon_group(group, place)
-    resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
-    rule_of(kept, place)
-    return kept | (config.checked(config.MIXED_RULES, group, place=place) if is_adamw else {})
+    kept |= config.checked(needed, group, owner="AdamW " * (not is_muon), place=place)
+    if is_muon:
+        config.check_muon_group(kept, place)
+    rule_of(group, place)
+    if "ns_coefficients" in group:
+        resolve_coefficients(group["ns_coefficients"], group.get("ns_steps", 5))
+    return kept
 
 
 def _instead(key: str, needed: Collection[str]) -> str | None:
@@ -567,7 +568,7 @@ def _instead(key: str, needed: Collection[str]) -> str | None:
         return "set 'adamw_lr_ratio', AdamW's learning rate over 'lr'"
     if f"adamw_{key}" in needed and key in _OURS:
         return f"did you mean 'adamw_{key}'? Else remove it"
-    if key in _OURS or key.startswith("_") or not config.near(key, _KNOWN):
+    if key in _OURS or str(key).startswith("_") or not config.near(key, _KNOWN):
         return None
     return config.instead(key, _KNOWN) + ". Begin the name of what is yours with '_'"
 
@@ -575,14 +576,14 @@ def _instead(key: str, needed: Collection[str]) -> str | None:
 def as_here(group: Group, now: Group) -> Group:
     """A saved group over what it has ``now``, less what is not read here and changes no update."""
     left = {k for k in group.keys() - now.keys() - _OURS if config.near(k, _KNOWN)}  # of others
-    left |= {k for k in _OURS - now.keys() if f"adamw_{k}" in now} | {*_DEDICATE}
-    left = (left | {*BOUND, *config.FLAGS}) - {"maximize", "amsgrad"}
+    left |= {k for k in _OURS - now.keys() if f"adamw_{k}" in now}
+    left |= {*_DEDICATE, *BOUND, *config.FLAGS} - {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k not in left}
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
     """What ranks must have alike of a group, in lines; ``members``: its parameters."""
-    values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *_DEDICATE, *MEMBERS[2:]}})
+    values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *_DEDICATE}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]
 
@@ -601,7 +602,8 @@ class Accepted:
     ) -> None:
         self.params = [list(group["params"]) for group in groups]
         self._algorithms = algorithms
-        self._bound = [{k: repr(group[k]) for k in BOUND if k in group} for group in groups]
+        is_bound = [Algorithm.MUON in kinds for kinds in algorithms]
+        self._bound = [{k: repr(g[k]) for k in BOUND if b} for g, b in zip(groups, is_bound)]
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
         self.digest = HyperDigest([0] * len(algorithms))

@@ -960,7 +960,7 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
         raise ValueError(
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
         )
-    counts = {group["ns_steps"] for group in groups if "ns_steps" in group}
+    counts = {group["ns_steps"] for group in groups if config.MUON_RULES.keys() <= group.keys()}
     for shape, count in product({m.shape for m in plan.specs.matrices}, counts):
         choice.fixed_choice(*shape, dtype, device, count, options.method, options.backend)
     for kernel in {batch.kernel for batch in plan.batches} - {""}:

@@ -90,10 +90,11 @@ class Hyper:
     def of(cls, group: Mapping[str, Any]) -> Hyper:
         lr = float(group["lr"])
         decay = 1 - lr * group["weight_decay"]
-        if "momentum_mode" not in group:  # of AdamW alone
+        names = ["adjust_lr_fn", "momentum", "nesterov", "momentum_mode", "dampening", "eps"]
+        names.append("cautious_weight_decay")
+        if not group.keys() >= {*names}:  # of AdamW alone, which may have some of Muon's that wait
             return cls(lr, decay, None)
-        names = "adjust_lr_fn", "momentum", "nesterov", "momentum_mode", "dampening", "eps"
-        return cls(lr, decay, *(group[name] for name in (*names, "cautious_weight_decay")))
+        return cls(lr, decay, *map(group.__getitem__, names))
 
     def adjusted(self, rows: int, cols: int) -> float:
         """The learning rate of a ``rows x cols`` matrix."""
@@ -120,7 +121,7 @@ def momentum_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """The dtype in which momentum is kept, and the perhaps wider one in which it is advanced."""
     plain = torch.float32 if master_weights else weight
-    kept = plain if asked is None else getattr(torch, asked)
+    kept = plain if asked is None else getattr(torch, str(asked).removeprefix("torch."))
     return kept, torch.promote_types(kept, plain)
 
 

@@ -252,7 +252,8 @@ class LoadBalanceReport:
         return render.printed(self)
 
     def __repr__(self) -> str:
-        return f"<LoadBalanceReport: {len(self.ranks)} ranks, makespan {self.makespan_ms:.3f} ms>"
+        ranks = count_text(len(self.ranks), "rank")
+        return f"<LoadBalanceReport: {ranks}, makespan {self.makespan_ms:.3f} ms>"
 
     def _repr_html_(self) -> str:
         """The page of `to_html`, for notebooks."""
@@ -465,12 +466,10 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     if measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
         makespan = f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}"
-        late, best = text(measured.straggles_ms), text(measured.best_ms)
-        late = f", {late} ms above ranks that do the same" if float(late) else ""
-        facts["measured"] = (
-            f"{makespan}{late}, imbalance {percent(measured.imbalance)}{ratio}; if times stay so, "
-            f"no plan is below {best} ms"
-        )
+        late = f", {text(measured.straggles_ms)} ms above ranks that do the same"
+        late *= measured.straggles_ms > 1e-3 * measured.makespan_ms
+        facts["measured"] = f"{makespan}{late}, imbalance {percent(measured.imbalance)}{ratio}"
+        facts["measured"] += f"; if times stay so, no plan is below {text(measured.best_ms)} ms"
     return [(label, sentence) for label, sentence in facts.items() if sentence]
 
 
@@ -488,7 +487,7 @@ def _traffic_text(report: LoadBalanceReport) -> str:
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         parts.append(text)
-    return "; ".join(parts) + ". What computing hides: dmuon simulate" * bool(parts)
+    return "; ".join(parts) + ". dmuon simulate tells how much of it shows" * bool(parts)
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:

@@ -249,8 +249,10 @@ def _depthwise(use: _Use) -> str | None:
 
 def _gain_of_original(use: _Use) -> str | None:
     path, _, local = use.place.rpartition(".")
-    is_gain = use.parameter.numel() < use.model.beside[path][local].numel()
-    return f"{use.original!r} beside a larger one" if use.original and is_gain else None
+    shape, largest = use.parameter.shape, use.model.beside[path][local].shape
+    fits = len(shape) == len(largest) and all(a in (1, b) for a, b in zip(shape, largest))
+    is_gain = use.original and fits and shape != largest
+    return f"{use.original!r}, a gain beside a larger one" if is_gain else None
 
 
 def _bare(use: _Use) -> str | None:

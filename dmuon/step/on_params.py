@@ -310,12 +310,12 @@ class ParamsEngine(Engine):
             if is_full:
                 self._refuse(refusal)
             raise refusal
-        if not grads and not self._settings.schedule.t:
+        if not grads:
             warn(
-                "dmuon: no parameter has a gradient at the first step: did you call backward()? "
-                "(HSDP needs model.set_requires_all_reduce(True).) If the model was sharded or "
-                "wrapped since dmuon.Muon got its parameters, pass the module itself, "
-                "dmuon.Muon(model), or make the optimizer afterwards",
+                "dmuon: no parameter has a gradient in this step: did you call backward()? (HSDP "
+                "needs model.set_requires_all_reduce(True).) If the model was sharded or wrapped "
+                "since dmuon.Muon got its parameters, pass the module itself, dmuon.Muon(model), "
+                "or make the optimizer afterwards",
                 UserWarning,
             )
         self._begin_update()

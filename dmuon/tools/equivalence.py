@@ -82,8 +82,7 @@ class EquivalenceRow:
     def _cells(self) -> list[str]:
         """The row of a table, in the order of `_HEADINGS`."""
         where = f"{self.layout} {self.case}".strip() + f", {self.mesh}"
-        dtypes = f"{self.dtype}/{self.ns_dtype}"
-        short = dtypes.replace("bfloat", "bf").replace("float", "fp")
+        short = f"{self.dtype}/{self.ns_dtype}".replace("bfloat", "bf").replace("float", "fp")
         allowed = f"{self.tolerance:.1e} {self.criterion.removeprefix('of an ')}"
         numbers = f"{self.difference:.1e}", f"{self.yardstick:.1e}", allowed
         bits = {None: "", True: "yes", False: "NO"}[self.bitwise]

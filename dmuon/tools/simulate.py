@@ -407,18 +407,16 @@ class Setting:
         job = job_of(plan, shards, costs, machine, load, options, **how)
         kept = sum(memory_of(plan, shards, 0).values()) if given.advise else 0
         has_replicas = any(map(holds_replicas, plan.topology.axes)) and is_cut
-        sizes_of = "x".join(map(str, given.mesh if has_replicas else [plan.topology.world]))
-        if plan.layout is Layout.DEDICATED and len(given.mesh) > 1:
-            sizes_of = "x".join(map(str, given.mesh))
+        is_grid = has_replicas or plan.layout is Layout.DEDICATED
+        sizes_of = "x".join(map(str, given.mesh if is_grid else [plan.topology.world]))
         name = f"{plan.layout.value}, {'HSDP ' * has_replicas}{sizes_of}"
         # AdamW would not keep state at owners.
         base_of = {Around.REDUCED: Around.DDP, Around.DEDICATED: Around.FSDP2}
         around = base_of.get(job.around, job.around)
         other = adamw if given.against == "adamw" else redundant_step
+        base = replace(job, around=around)
         if around is Around.FSDP2:
-            base = replace(job, around=around, uneven=1.0, blocks=blocks_of(plan.specs, of_fsdp))
-        else:
-            base = replace(job, around=around)
+            base = replace(base, uneven=1.0, blocks=blocks_of(plan.specs, of_fsdp))
         steps = {given.against: simulate(base, other)}
         if given.period < math.inf:
             steps["Muon" if given.period == 1 else "full step"] = simulate(job)
@@ -515,18 +513,16 @@ def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Set
         other = f"{args.against} there, ms"
         rows = grid(["setting", "ms", other, "over it", "GiB per rank"], ("setting",))
         for n, (one, _) in enumerate(advice):
-            base = f"{one.ms / one.over:,.1f}"
-            told = (
-                f"{one.ms:,.1f}",
-                base,
-                percent(one.over - 1, "+.1%"),
-                f"{one.memory / 2**30:.1f}",
-            )
-            rows.add_row(one.name, *told, style="" if n else "bold green")
+            told = f"{one.ms:,.1f}", f"{one.ms / one.over:,.1f}", percent(one.over - 1, "+.1%")
+            style = "" if n else "bold green"
+            rows.add_row(one.name, *told, f"{one.memory / 2**30:.1f}", style=style)
         best = advice[0][0]
-        period = f", period={best.period:g}" if best.period > 1 else ""
-        last = f"With costs {args.costs} the fastest is {best.name}:"
-        code = f"{best.code}\nopt = dmuon.Muon(model{period})"
+        more = f", period={best.period:g}" if best.period > 1 else ""
+        more += ', publish="async"' * args.is_late
+        changes = " (block steps are not Muon's: see the losses)" * (best.period > 1)
+        beside = f", after tensor parallelism of {args.tp}" * (args.tp > 1)
+        last = f"With costs {args.costs} the fastest is {best.name}{changes}{beside}:"
+        code = f"{best.code}\nopt = dmuon.Muon(model{more})"
         shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS, last, code]
     return printed(*shown, plain=False)
 
@@ -556,7 +552,7 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
                 found.append(enough(one))
     if not found:
         raise PlanError(f"no layout keeps weights, gradients and state of a rank below {args.fits}")
-    found.sort(key=lambda pair: pair[0].ms)
+    found.sort(key=lambda pair: round(pair[0].ms, 6))  # the plainer one where they are equal
     if not shards or math.prod(args.mesh) == 1:
         return found
     best, way = min(shards, key=lambda pair: pair[0].ms)
@@ -601,7 +597,8 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
             ways.append(flat | {"layout": "sharded"} | split)
     if args.ep == args.tp == 1:
         alone = {"co_owners": None, "bucket": None, "is_late": False}
-        ways += [flat | alone | {"layout": name} for name in LAYOUTS if name != "sharded"]
+        names = LAYOUTS[1:] if world > 1 else LAYOUTS[1:2]  # one process needs no other
+        ways = ways[world == 1 :] + [flat | alone | {"layout": name} for name in names]
         if 1 < nodes < world:
             split = {"mesh": (nodes, each), "axes": "node,gpu", "layout": "dedicated"}
             ways.append(flat | alone | split)
@@ -612,14 +609,9 @@ def _why(one: Setting) -> str:
     """What its step has beside forward and backward."""
     muon = [*one.steps.values()][1]
     parts = muon.parts
-    waits = sorted(
-        ((ms, kind) for kind, ms in parts.items() if kind.startswith("wait for")), reverse=True
-    )
-    shown = ", ".join(
-        f"{kind.removeprefix('wait for ')} {ms:,.1f} ms"
-        for ms, kind in waits[:3]
-        if ms > 0.002 * muon.ms
-    )
+    waits = [(ms, kind[9:]) for kind, ms in parts.items() if kind.startswith("wait for ")]
+    longest = sorted(waits, reverse=True)[:3]
+    shown = ", ".join(f"{kind} {ms:,.1f} ms" for ms, kind in longest if ms > 0.002 * muon.ms)
     work = f"Newton-Schulz {parts.get('Newton-Schulz', 0.0):,.1f} of {muon.optimizer_ms:,.1f} ms"
     return f"{work} in the optimizer; " + (f"waits for {shown}" if shown else "nothing waits")
 

@@ -369,12 +369,43 @@ def test_what_waits_comes_back_from_a_state_that_alone_says_it(planned):
     assert opt.param_groups[1]["momentum"] == 0.5
 
 
+WAITING: dict[str, Any] = {
+    "momentum": 0.9, "nesterov": False, "ns_coefficients": "quintic", "ns_steps": 3,
+    "adjust_lr_fn": "original", "momentum_mode": "sgd", "dampening": 0.0, "variant": "normuon",
+    "cautious_weight_decay": True, "momentum_dtype": torch.bfloat16,
+}  # fmt: skip
+
+
+def test_all_settings_of_a_matrix_are_known():
+    assert WAITING.keys() | {"lr", "weight_decay", "eps"} == config.MUON_RULES.keys()
+
+
+@pytest.mark.parametrize("keys", [*([key] for key in WAITING), list(WAITING)], ids=str)
+def test_a_pair_of_groups_with_all_settings_trains_as_if_only_matrices_had_them(keys):
+    """The decay / no-decay pair that trainers make, with the same settings in both."""
+    said, found = {key: WAITING[key] for key in keys}, []
+    for both in (True, False):
+        torch.manual_seed(0)
+        model = TinyGPT()
+        matrices, others = by_role(model)
+        opt = muon([{"params": matrices, **said}, {"params": others, **(said if both else {})}])
+        train(model, opt, BATCHES, range(2))
+        if both:
+            assert all(opt.param_groups[1][key] is not None for key in keys)
+            opt.param_groups[1] |= said  # also set later
+            opt.load_state_dict(through_a_file(opt.state_dict()))
+        train(model, opt, BATCHES, range(2, 4))
+        found.append(weights(model))
+    assert_bitwise(*found)
+
+
 @pytest.mark.parametrize(("key", "value"), [
     ("momentum", -3), ("ns_steps", 0), ("adjust_lr_fn", "orig"), ("betas", (2, 3)), ("nesterov", 1),
+    ("ns_coefficients", "nonsense"), ("variant", "typo"),
 ])  # fmt: skip
 def test_what_waits_is_checked_like_what_acts(key, value):
     matrices, others = by_role(TinyGPT())
-    with pytest.raises((TypeError, ValueError), match=rf"{key}.* in opt.param_groups\[0\]"):
+    with pytest.raises((TypeError, ValueError), match=rf"{key}|unknown coefficient set"):
         muon([{"params": matrices if key == "betas" else others, key: value}])
 
 
@@ -387,7 +418,7 @@ def test_repr_is_as_short_as_of_torch():
 
 
 # What recipes of torch, timm, DINOv2, Megatron, Hugging Face and fairseq put into groups.
-OF_OTHERS: dict[str, Any] = {
+OF_OTHERS: dict[Any, Any] = {
     "name": "a", "tag": "b", "group_name": "c", "lr_scale": 1.0, "lr_mult": 1.0, "wd_mult": 1.0,
     "is_last_layer": False, "lr_multiplier": 1.0, "wd_multiplier": 1.0, "foreach": None, "x": {},
     "is_expert_parallel": False, "is_decoupled_lr": False, "pre_wd_mult": 1.0, "pre_lr_mult": 1.0,
@@ -396,7 +427,8 @@ OF_OTHERS: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False,
     "split": "train", "head": True, "num_steps": 5, "base_weight_decay": 0.1, "clr": 1,
     "beta1": 0.9, "mult": 2,
-    "lr_decay": 1, "warmup": 10, "trust_ratio": 1.0, "block": None, "module": "mlp", "depth": 2,
+    7: "a number", ("a", 1): None, "lr_decay": 1, "warmup": 10, "trust_ratio": 1.0, "block": None,
+    "module": "mlp", "depth": 2,
 }  # fmt: skip
 HYPER: dict[str, Any] = {
     "lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "nesterov": False, "eps": 1e-8,
@@ -418,7 +450,7 @@ def test_random_lists_of_groups_train_and_resume():
         groups = []
         for side in (0, 1):
             params = [p if bare else (name, p) for where, name, p in chosen if where == side]
-            own = rng.sample(sorted(OF_OTHERS), rng.randrange(5))
+            own = rng.sample([*OF_OTHERS], rng.randrange(5))
             said = rng.sample(sorted(HYPER), rng.randrange(4))
             groups.append(
                 {"params": params, **{k: OF_OTHERS[k] for k in own}, **{k: HYPER[k] for k in said}}
@@ -452,7 +484,8 @@ def test_random_lists_of_groups_train_and_resume():
     "muon_lr", "nestrov", "nesterof", "ns_step", "nssteps", "ns_coefficient", "ns_coeficients",
     "beta", "bettas", "epsilon", "epss", "dampning", "adjust_lr_fun", "adjust_lrfn", "adam_betas",
     "adamw_beta", "adam_lr", "adamw_epss", "momentum_mod", "varient", "maximise", "peroid",
-    "backend_steps",
+    "backend_steps", "LR", "Weight_Decay", "adamw_wd", "ns_coefs", "use_nesterov", "usemuon",
+    "algorithms",
 ])  # fmt: skip
 def test_slips_are_errors(key):
     for named in (by_role(TinyGPT())[0], list(TinyGPT().named_parameters())):

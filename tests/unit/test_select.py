@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils import parametrize, prune, spectral_norm
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import dmuon
@@ -388,13 +388,29 @@ def test_weights_under_parametrizations_go_by_the_kind_of_their_module(form):
         of("turned", "original1"), "pruned.weight_orig", "hooks.weight_orig",
     ):  # fmt: skip
         assert routes.pop(name) == weight
-    gain = "'original0' beside a larger one, under a parametrization"
+    gain = "'original0', a gain beside a larger one, under a parametrization"
     assert {routes[of(n, "original0")][1] for n in ("norm", "conv", "turned", "lm_head")} == {gain}
     assert routes[of("lm_head", "original1")][1].startswith("output head ('lm_head')")
     assert routes[of("embed", "original1")][1].startswith("embedding (")
     assert {algorithm for algorithm, _ in routes.values()} == {"adamw"}
     shapes = {m.name.split(".")[0]: m.shape for m in made.matrices}
     assert (shapes["conv"], shapes["turned"]) == ((6, 24), (6, 24))
+
+
+class LowRank(nn.Module):
+    def forward(self, left, right):
+        return left @ right
+
+    def right_inverse(self, weight):
+        return weight[:, :4].clone(), weight[:4].clone()
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(24, 16), (16, 16), (16, 24)])
+def test_factors_of_a_parametrization_are_weights_both(rows, cols):
+    layer = nn.Linear(cols, rows, bias=False)
+    parametrize.register_parametrization(layer, "weight", LowRank(), unsafe=True)
+    specs = collect(nn.ModuleDict({"a": layer}))
+    assert [m.shape for m in specs.matrices] == [(rows, 4), (4, cols)]
 
 
 def test_names_that_look_like_originals_are_no_parametrizations():
