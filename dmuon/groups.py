@@ -549,9 +549,9 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     kept |= config.checked(needed, group, owner="AdamW " * (not is_muon), place=place)
     if is_muon:
         config.check_muon_group(kept, place)
-    rule_of(group, place)
-    if "ns_coefficients" in group:
-        resolve_coefficients(group["ns_coefficients"], group.get("ns_steps", 5))
+    rule_of(kept, place)
+    if "ns_coefficients" in kept:
+        resolve_coefficients(kept["ns_coefficients"], kept.get("ns_steps", 5))
     return kept
 
 
