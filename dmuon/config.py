@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from dmuon.types import BackendName, Coefficients, warn
+from dmuon.types import Adjustment, BackendName, Coefficients, warn
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ BETAS = Allowed(
 COEFFICIENTS = Allowed(
     "a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable)
 )
-ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
+ADJUSTMENTS = get_args(Adjustment)
 ADJUSTMENT = Allowed(
     f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or a number, the RMS of an update",
     lambda v: v if v is None or isinstance(v, str) else _number(v),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
+
+from dmuon import config, types
+from dmuon.api import Dedicate, Request
+from dmuon.kernels.choice import BACKENDS
+from dmuon.kernels.newton_schulz import COEFFICIENT_SETS
 
 # A line that ends with "# wrong: name" must have an error that names it; no other line one.
 SCRIPT = """
@@ -51,6 +58,14 @@ dmuon.KernelOptions(backend="cuda")  # wrong: backend
 dmuon.newton_schulz(torch.eye(3), coefficients="polar")  # wrong: coefficients
 dmuon.Muonn(model)  # wrong: Muonn
 """
+
+
+def test_names_in_types_are_those_that_are_taken() -> None:
+    assert get_args(types.BackendName) == ("auto", *BACKENDS)
+    assert {*get_args(types.CoefficientSet)} == COEFFICIENT_SETS.keys()
+    assert types.OthersFlags.__annotations__.keys() == config.FLAGS
+    known = {f.name for f in fields(Request)} - {"ns_dtype"}
+    assert Dedicate.__annotations__.keys() == known
 
 
 def test_mypy_strict_takes_what_is_right_and_refuses_what_is_wrong(tmp_path: Path) -> None:
