@@ -90,10 +90,7 @@ class Ownership:
         self.plan = plan
 
     def __repr__(self) -> str:
-        return (
-            f"Ownership({len(self.plan.specs.matrices)} matrices, "
-            f"{self.plan.topology.world} ranks, layout={self.plan.layout.value!r})"
-        )
+        return repr(self.plan).replace("Plan", "", 1)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:

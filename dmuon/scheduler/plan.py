@@ -139,7 +139,7 @@ class Search:
     hit_time_limit: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
@@ -178,6 +178,10 @@ class OwnershipPlan:
         missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
         if missing and self.prices:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
+
+    def __repr__(self) -> str:
+        what = f"{len(self.specs.matrices)} matrices, {self.topology.world} ranks"
+        return f"OwnershipPlan({what}, layout={self.layout.value!r})"
 
     @property
     def has_co_owners(self) -> bool:
@@ -255,8 +259,7 @@ class OwnershipPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: not a plan, one of another format version, changed since it was written, or
-                larger than any plan is; says which field, and what was found there.
+            PlanError: no plan, of another format, changed since, or too large; says which field.
         """
         try:
             data = parse(text)
