@@ -487,7 +487,7 @@ def _traffic_text(report: LoadBalanceReport) -> str:
         if found.device is not None:
             text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
         parts.append(text)
-    return "; ".join(parts) + ". dmuon simulate tells how much of it shows" * bool(parts)
+    return "; ".join(parts) + ". dmuon simulate says how much of it a step waits for" * bool(parts)
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:

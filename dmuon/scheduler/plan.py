@@ -180,8 +180,8 @@ class OwnershipPlan:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
 
     def __repr__(self) -> str:
-        what = f"{len(self.specs.matrices)} matrices, {self.topology.world} ranks"
-        return f"OwnershipPlan({what}, layout={self.layout.value!r})"
+        counts = f"matrices={len(self.specs.matrices)}, ranks={self.topology.world}"
+        return f"OwnershipPlan({counts}, layout={self.layout.value!r})"
 
     @property
     def has_co_owners(self) -> bool:

@@ -91,7 +91,8 @@ def add_planning(parser: argparse.ArgumentParser) -> Any:
     nic = "400Gb/node or 400Gb/gpu: a node's network card (default: the device's usual one)"
     add("--nic", metavar="RATE", help=nic)
     shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
-    add("--co-owners", choices=("auto", "off", "2", "4", "8"), help=shared)
+    add("--co-owners", type=lambda text: int(text) if text.isdigit() else text, help=shared,
+        choices=("auto", "off", 2, 4, 8))  # fmt: skip
     add("--solver", help="auto (default), milp, greedy or round_robin")
     limit = "bound on the solver (default: that of PlannerOptions)"
     add("--time-limit", type=positive(float), metavar="SECONDS", help=limit)
@@ -175,9 +176,8 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
         topology = Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
         raise PlanError(f"--mesh: {error}") from error
-    sharing = int(args.co_owners) if args.co_owners in ("2", "4", "8") else args.co_owners
     given = {
-        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": sharing,
+        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": args.co_owners,
         "owner_memory_bytes": args.memory, "ranks_per_node": ranks_per_node,
     }  # fmt: skip
     options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})

@@ -380,7 +380,7 @@ class Setting:
     period: float
     memory: int
     steps: Mapping[str, Step]
-    code: str = ""  # how a script asks for it, but for the period
+    code: str = ""  # see `_code`
 
     @classmethod
     def of(cls, args: argparse.Namespace, **changed: Any) -> Setting:
@@ -413,16 +413,16 @@ class Setting:
         # AdamW would not keep state at owners.
         base_of = {Around.REDUCED: Around.DDP, Around.DEDICATED: Around.FSDP2}
         around = base_of.get(job.around, job.around)
-        other = adamw if given.against == "adamw" else redundant_step
         base = replace(job, around=around)
         if around is Around.FSDP2:
             base = replace(base, uneven=1.0, blocks=blocks_of(plan.specs, of_fsdp))
-        steps = {given.against: simulate(base, other)}
+        step = adamw if given.against == "adamw" else redundant_step
+        steps = {given.against: simulate(base, step)}
         if given.period < math.inf:
             steps["Muon" if given.period == 1 else "full step"] = simulate(job)
         if given.period > 1:
             steps["block step"] = simulate(job, block_step)
-        return cls(name, job, given.period, kept, steps, _code(job.around, plan.topology))
+        return cls(name, job, given.period, kept, steps, _code(given, job.around, plan.topology))
 
     @property
     def ms(self) -> float:
@@ -451,16 +451,21 @@ class Setting:
         }  # fmt: skip
 
 
-def _code(around: Around, topology: Topology) -> str:
-    """What a script does to its model."""
+def _code(given: argparse.Namespace, around: Around, topology: Topology) -> str:
+    """What a script does, but for the period."""
+    sharing, size = given.co_owners, given.bucket
+    asked = [f'"planner": dmuon.PlannerOptions(co_owners={sharing!r})'] * bool(sharing)
+    asked += [f'"options": dmuon.ShardedOptions(bucket_bytes={size})'] * bool(size)
+    more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
-    return {
+    setup = {
         Around.FSDP2: f"fully_shard(model, mesh={mesh})",
         Around.DDP: "model = DistributedDataParallel(model)",
         Around.REDUCED: "own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions("
         "reduce_to_owner=True))",
         Around.DEDICATED: f'own = dmuon.dedicate_params(model, {mesh}, layout="dedicated")',
-    }[around]
+    }
+    return f"{setup[around]}\nopt = dmuon.Muon(model{more}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -517,12 +522,10 @@ def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Set
             style = "" if n else "bold green"
             rows.add_row(one.name, *told, f"{one.memory / 2**30:.1f}", style=style)
         best = advice[0][0]
-        more = f", period={best.period:g}" if best.period > 1 else ""
-        more += ', publish="async"' * args.is_late
+        code = best.code + (f", period={best.period:g})" if best.period > 1 else ")")
         changes = " (block steps are not Muon's: see the losses)" * (best.period > 1)
         beside = f", after tensor parallelism of {args.tp}" * (args.tp > 1)
         last = f"With costs {args.costs} the fastest is {best.name}{changes}{beside}:"
-        code = f"{best.code}\nopt = dmuon.Muon(model{more})"
         shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS, last, code]
     return printed(*shown, plain=False)
 
@@ -578,8 +581,7 @@ def enough(one: Setting, periods: Sequence[float] = _PERIODS) -> tuple[Setting, 
     why = f"the smallest P of {', '.join(f'{p:g}' for p in periods)} within 1% of block steps"
     if found.ms > 1.01 * block.ms:
         why = "none of these is within 1% of block steps"
-    why += f" ({block.ms:,.1f} ms)"
-    return replace(found, name=f"{one.name}, P = {found.period:g}"), why
+    return replace(found, name=f"{one.name}, P = {found.period:g}"), f"{why} ({block.ms:,.1f} ms)"
 
 
 def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -589,8 +591,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
     flat = {"ranks_per_node": each, "period": 1.0, "mesh": (world,), "axes": "dp"}
     ways: list[dict[str, Any]] = [flat | {"layout": "sharded"}]
     nodes, inner = world // each, args.ep * args.tp
-    divisors = {n for n in (2**k for k in range(12)) if nodes % n == 0} | {nodes, 2 * nodes}
-    for replicas in sorted(divisors):
+    for replicas in sorted({2**k for k in range(12) if nodes % 2**k == 0} | {nodes, 2 * nodes}):
         shards = world // replicas
         if 1 < replicas < world and world % replicas == 0 and shards % inner == 0:
             split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
@@ -608,11 +609,10 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _why(one: Setting) -> str:
     """What its step has beside forward and backward."""
     muon = [*one.steps.values()][1]
-    parts = muon.parts
-    waits = [(ms, kind[9:]) for kind, ms in parts.items() if kind.startswith("wait for ")]
+    waits = [(ms, kind[9:]) for kind, ms in muon.parts.items() if kind.startswith("wait for ")]
     longest = sorted(waits, reverse=True)[:3]
     shown = ", ".join(f"{kind} {ms:,.1f} ms" for ms, kind in longest if ms > 0.002 * muon.ms)
-    work = f"Newton-Schulz {parts.get('Newton-Schulz', 0.0):,.1f} of {muon.optimizer_ms:,.1f} ms"
+    work = f"Newton-Schulz {muon.parts.get('Newton-Schulz', 0):,.1f} of {muon.optimizer_ms:,.1f} ms"
     return f"{work} in the optimizer; " + (f"waits for {shown}" if shown else "nothing waits")
 
 

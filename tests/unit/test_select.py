@@ -377,6 +377,7 @@ def test_weights_under_parametrizations_go_by_the_kind_of_their_module(form):
         "turned": weight_norm(nn.ConvTranspose1d(8, 6, 3), dim=1),
         "pruned": prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
         "hooks": spectral_norm(nn.Linear(8, 8)),
+        "older": nn.utils.weight_norm(nn.Linear(8, 8)),
         "lm_head": weight_norm(nn.Linear(8, 11)),
     })  # fmt: skip
     made = dmuon.Muon(form(model)).report().plan.specs
@@ -386,10 +387,12 @@ def test_weights_under_parametrizations_go_by_the_kind_of_their_module(form):
     for name in (
         of("norm", "original1"), of("whole", "original"), of("conv", "original1"),
         of("turned", "original1"), "pruned.weight_orig", "hooks.weight_orig",
+        "older.weight_v",
     ):  # fmt: skip
         assert routes.pop(name) == weight
     gain = "'original0', a gain beside a larger one, under a parametrization"
     assert {routes[of(n, "original0")][1] for n in ("norm", "conv", "turned", "lm_head")} == {gain}
+    assert routes["older.weight_g"][1] == gain.replace("original0", "g")
     assert routes[of("lm_head", "original1")][1].startswith("output head ('lm_head')")
     assert routes[of("embed", "original1")][1].startswith("embedding (")
     assert {algorithm for algorithm, _ in routes.values()} == {"adamw"}

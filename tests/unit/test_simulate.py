@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+import dmuon
 import dmuon.tools.simulate as tool
 from benchmarks import layout_theory as theory
 from benchmarks import simulate as measured
@@ -481,6 +482,24 @@ def test_naive_muon_and_other_links(capsys):
     assert ms("--period", "inf")["steps"].keys() == {"adamw", "block step"}
 
 
+def test_advised_code_asks_for_what_was_simulated(capsys, monkeypatch):
+    """Options that a layout does not know are not in its code."""
+    kept: list = []
+    real = tool.advised
+    monkeypatch.setattr(tool, "advised", lambda args: kept.extend(real(args)) or kept)
+    asked = ["--co-owners", "2", "--bucket", "8MiB", "--async"]
+    assert main([*ASKED, "--advise", *asked]) == 0
+    for one, _ in kept[:-3]:  # the last ones are other co-owners and buckets
+        call = one.code.partition("opt = dmuon.")[2] + ")"
+        given = eval(call, {"dmuon": dmuon, "model": None, "Muon": lambda model, **more: more})
+        assert bool(given) is one.name.startswith("sharded")
+        if given:
+            assert given["publish"] == "async" and given["dedicate"] == {
+                "planner": dmuon.PlannerOptions(co_owners=2),
+                "options": dmuon.ShardedOptions(bucket_bytes=8 << 20),
+            }
+
+
 def test_advice(capsys, monkeypatch):
     kept: list = []
     real = tool.advised
@@ -492,9 +511,10 @@ def test_advice(capsys, monkeypatch):
     ends = " ".join(text.split()).partition(" the fastest is ")[2]
     best = kept[0][0]
     assert f"With costs {ASKED[ASKED.index('--costs') + 1]} the fastest" in " ".join(text.split())
-    assert ends.startswith(f"{best.name}: {best.code} opt = dmuon.Muon(model")
+    assert ends.startswith(f"{best.name}: " + " ".join(best.code.split()))
     assert ("period=" in ends) is (best.period > 1)
-    codes = {one.name: one.code for one, _ in kept}
+    assert "dedicate=" not in ends and "publish=" not in ends, "what was not asked for"
+    codes = {one.name: one.code.partition("\n")[0] for one, _ in kept}
     assert codes["sharded, HSDP 2x4"] == (
         "fully_shard(model, mesh=init_device_mesh(device, (2, 4), "
         "mesh_dim_names=('replicate', 'shard')))"

@@ -113,7 +113,7 @@ def test_time_is_that_of_the_slower_link():
     unknown = traffic(other)
     assert unknown.ms is None
     text = " ".join(str(build_report(other)).split())
-    assert "MiB in a step (624.0 MiB to other nodes). dmuon simulate tells how much of it" in text
+    assert "MiB in a step (624.0 MiB to other nodes). dmuon simulate says how much of it" in text
     assert unknown.to_dict()["flows"][0]["bytes"] == told["flows"][0]["bytes"]
     alone = traffic(planned(1, 1))
     assert (alone.flows, alone.ms) == ((), 0)
