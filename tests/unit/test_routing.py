@@ -114,9 +114,9 @@ RULES = (
     ),
     ("gain of a normalization with several dims", "scales elements, maps nothing"),
     (
-        "of a parametrization's originals all but the largest: the gain of `weight_norm`. The "
-        "largest (`parametrizations.weight.original1`, `weight_v`, `weight_orig`) goes by the kind "
-        "of the module whose weight is computed from it",
+        "what a weight is computed from beside the largest part: the gain of `weight_norm` "
+        "(`original0`, `weight_g`). The largest part (`parametrizations.weight.original1`, "
+        "`weight_v`, `weight_orig`) goes by the kind of the module whose weight it makes",
         "`torch.nn.utils.parametrize` only stores the weight in other parts",
     ),
     (
