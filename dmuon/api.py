@@ -201,8 +201,7 @@ def plan_given(given: Given, request: Request) -> Ownership:
 
     at = mesh, transport.world, [p for _, p in named], given.ddp, request.planner
     # Never compiled: what is timed is what runs. Loading the compiler for this would take seconds.
-    is_loaded = "torch._dynamo" in sys.modules
-    plan_on_all = torch.compiler.disable(assemble) if is_loaded else assemble
+    plan_on_all = torch.compiler.disable(assemble) if "torch._dynamo" in sys.modules else assemble
     topology = partial(mesh_topology, *at)
     ownership = plan_on_all(given, replace(request, mesh=mesh), transport, topology)
     if transport.rank == 0:
@@ -399,8 +398,7 @@ class _Found:
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
-        code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
-        lines = [code, str(self.topology)]
+        lines = [f"code=dmuon {code_hash()}, torch {torch.__version__}", str(self.topology)]
         specs: list[Any] = [*self.specs.parameters, *self.specs.matrices]
         for spec in specs:
             values = ((f.name, getattr(spec, f.name)) for f in fields(spec))
@@ -449,8 +447,19 @@ def _inspect(
             allow_meta=layout is Layout.DEDICATED,
         )  # fmt: skip
     _check_request(request)
-    if given.ddp is not None:
-        _check_ddp(given.ddp, transport)
+    if (ddp := given.ddp) is not None:
+        if (world := dist.get_world_size(ddp.process_group)) != transport.world:
+            raise OwnershipError(
+                f"DistributedDataParallel averages over {world} ranks but the mesh has "
+                f"{transport.world}: pass the mesh that DDP was built on, or none"
+            )
+        ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+        for name, p in ddp.module.named_parameters():
+            if p.requires_grad and name in ignored:
+                raise OwnershipError(
+                    f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient "
+                    "would not be averaged: freeze it, or let DDP have it"
+                )
     mesh = topology()
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
@@ -467,9 +476,8 @@ def _inspect(
     )  # fmt: skip
     if request.costs == "analytic" and request.plan is None:
         # The ranks compare this: of different devices none is the one to plan for.
-        name = devices.of(found.device).name()
-        costs = f"analytic:{analytic_class(found.device.type, name)}"
-        found.request = replace(request, costs=costs)
+        name = analytic_class(found.device.type, devices.of(found.device).name())
+        found.request = replace(request, costs=f"analytic:{name}")
     return found
 
 
@@ -479,8 +487,7 @@ def _layout(request: Request, given: Given) -> Layout:
     if request.layout not in known:
         raise OwnershipError(f"layout must be one of {known}, found {request.layout!r}")
     distributed = next((n for n, p in given.trainable() if dtensors.is_distributed(p)), None)
-    layout = Layout(request.layout)
-    if layout is Layout.AUTO:
+    if (layout := Layout(request.layout)) is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
     if layout is Layout.REPLICATED and distributed is not None:
         raise OwnershipError(
@@ -502,8 +509,7 @@ def _layout(request: Request, given: Given) -> Layout:
             f"options for layout {layout.value!r} must be {expected.__name__}, found "
             f"{type(request.options).__name__}"
         )
-    reduces = getattr(request.options, "reduce_to_owner", False)
-    return Layout.REDUCED if reduces else layout
+    return Layout.REDUCED if getattr(request.options, "reduce_to_owner", False) else layout
 
 
 def _check_wrapping(inner: nn.Module, ddp: DDP | None, layout: Layout) -> None:
@@ -525,22 +531,6 @@ def _check_wrapping(inner: nn.Module, ddp: DDP | None, layout: Layout) -> None:
         )
     if layout is Layout.DEDICATED and fsdp_roots(inner):
         raise OwnershipError(f"layout='dedicated' was asked for after fully_shard: {remedy}")
-
-
-def _check_ddp(ddp: DDP, transport: Transport) -> None:
-    world = dist.get_world_size(ddp.process_group)
-    if world != transport.world:
-        raise OwnershipError(
-            f"DistributedDataParallel averages over {world} ranks but the mesh has "
-            f"{transport.world}: pass the mesh that DDP was built on, or none"
-        )
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, p in ddp.module.named_parameters():
-        if p.requires_grad and name in ignored:
-            raise OwnershipError(
-                f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
-                "not be averaged: freeze it, or let DDP have it"
-            )
 
 
 def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> None:
@@ -739,8 +729,7 @@ def mesh_topology(
     shape = (world,) if mesh is None else tuple(mesh.shape)
     axes = ("dp",) if mesh is None else dtensors.axis_names(mesh)
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
-    per_node = planner.ranks_per_node
-    if per_node is None and process_groups.is_initialized():
+    if (per_node := planner.ranks_per_node) is None and process_groups.is_initialized():
         per_node = local_world_size()
     nodes = [0 if per_node is None else rank // per_node for rank in ranks]
     return Topology.on_nodes(shape, axes, nodes, device.type)

@@ -124,8 +124,7 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
     settings = transformers.CONFIG_MAPPING[kind]
     tasks = [getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in _TASKS]
     tasks = [of[settings] for of in (*tasks, transformers.MODEL_MAPPING) if settings in of]
-    classes = [of[0] if isinstance(of, tuple) else of for of in tasks]
-    if not classes:
+    if not (classes := [of[0] if isinstance(of, tuple) else of for of in tasks]):
         raise PlanError(f"{here} has no model for model_type {kind!r}: pass {OWN_FUNCTION}")
     end = "For" + str(name).rpartition("For")[2] if names else ""
     made = next((found for found in classes if found.__name__.endswith(end)), classes[0])

@@ -529,16 +529,13 @@ class Schedule:
         self.t, self.last_full = step, last_full
 
 
-_EVERY = 256
-
-
 def is_exchange_step(step: int) -> bool:
     """Whether the ranks exchange their times at the end of this step, counted from 1.
 
     >>> [step for step in range(1, 800) if is_exchange_step(step)]
     [4, 16, 64, 256, 512, 768]
     """
-    return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
+    return step in (4, 16, 64) or (step > 0 and step % 256 == 0)
 
 
 # ---- words of other optimizers -----------------------------------------------------------

@@ -69,8 +69,7 @@ def read_groups(given: Any) -> list[Group]:
             "Muon takes a module or an iterable of parameters (model.named_parameters()), found "
             f"{type(given).__name__}{hint}"
         )
-    entries = list(given)
-    if not entries:
+    if not (entries := list(given)):
         raise ValueError(
             "dmuon.Muon got no parameters: an empty list, or an iterator that was used up before "
             "(model.parameters() is good for one use). Pass the model"
@@ -107,8 +106,7 @@ def algorithm_of(group: Group) -> Algorithm | None:
     """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without."""
     if "use_muon" in group:
         return Algorithm.MUON if group["use_muon"] else Algorithm.ADAMW
-    said = group.get("algorithm")
-    if said not in (None, "muon", "adamw"):
+    if (said := group.get("algorithm")) not in (None, "muon", "adamw"):
         raise ValueError(
             f'a param group has algorithm={said!r}: say "muon" or "adamw", or leave it out where '
             "parameters have names"
@@ -228,8 +226,7 @@ class NamedGroups:
         holders: dict[int, tuple[Found, _Place]] = {}
         for holder in [*found, *(find_models(left) if left else ())]:
             refuse_fsdp1(holder.around.modules())
-            reference = weakref.ref(holder.model)
-            if reference not in self.models:
+            if (reference := weakref.ref(holder.model)) not in self.models:
                 self.models.append(reference)
             number, names = self.models.index(reference), names_in(holder.model)
             for module in holder.model.modules():
@@ -534,15 +531,13 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     needed |= config.MIXED_RULES if is_muon and is_adamw else {}
     waiting = {k: _RULES[k] for k in _RULES.keys() & group.keys() - needed.keys()}
     kept = config.checked(waiting, group, place=place)
-    missing = [name for name in needed if name not in group]
-    if missing:
+    if missing := [name for name in needed if name not in group]:
         raise OwnershipError(
             f"opt.param_groups[{number}] has lost {missing}: set "
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
     for key in sorted(group.keys() - needed.keys() - {*MEMBERS}, key=str):
-        is_idle = config.is_idle(key, group[key], in_group=True)
-        if not is_idle and (advice := _instead(key, needed)):
+        if not config.is_idle(key, group[key], in_group=True) and (advice := _instead(key, needed)):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: {advice}"
             )

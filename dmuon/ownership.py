@@ -120,11 +120,9 @@ class Ownership:
         parameter's; for a parameter of several matrices one per matrix. KeyError for others."""
         name, specs = canonical_name(fqn), self.plan.specs
         owned = [*zip(specs.matrices, self.plan.owners, strict=True)]
-        whole = [owner for m, owner in owned if m.name == name]
-        if whole:
+        if whole := [owner for m, owner in owned if m.name == name]:
             return whole[-1]
-        owners = tuple(o for m, o in owned if specs.parameters[m.parameter].name == name)
-        if not owners:
+        if not (owners := tuple(o for m, o in owned if specs.parameters[m.parameter].name == name)):
             why = next((p.reason for p in specs.parameters if p.name == name), "unknown")
             raise KeyError(f"{fqn!r} is not a matrix ({why})")
         return owners
@@ -140,8 +138,7 @@ class Ownership:
     def shape_of(self, fqn: str) -> tuple[int, ...]:
         """The logical shape of a parameter, wherever it is stored. KeyError for another name."""
         shapes = {p.name: p.shape for p in self.plan.specs.parameters}
-        name = canonical_name(fqn)
-        if name not in shapes:
+        if (name := canonical_name(fqn)) not in shapes:
             raise KeyError(f"{fqn!r} is no planned parameter")
         return shapes[name]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,9 @@ class SavedState(NamedTuple):
 
     def text(self) -> str:
         """In lines, what must be alike on all ranks."""
-        lines: list[str] = []
-        for number, group in enumerate(self.groups):
-            lines += describe(group, number, len(group["params"]))
-        for entry in self.entries.values():
-            lines.append(f"{sorted((k, type(v).__name__) for k, v in entry.items())}")
-        return "\n".join(lines)
+        groups = (describe(g, n, len(g["params"])) for n, g in enumerate(self.groups))
+        entries = ([(k, type(v).__name__) for k, v in e.items()] for e in self.entries.values())
+        return "\n".join([*chain.from_iterable(groups), *map(str, map(sorted, entries))])
 
 
 def read_state(
@@ -126,8 +124,7 @@ def _by_parameter(
                 "was saved by another model; if only names have changed, remove 'param_names' from "
                 "its param_groups, and the order of the parameters counts"
             )
-        by_name = dict(zip(ours, order))
-        order = [by_name[name] for name in theirs]
+        order = [*map(dict(zip(ours, order)).__getitem__, theirs)]
     if foreign := sorted(map(str, entries.keys() - {*keys})):
         raise OwnershipError(
             f"the optimizer state has entries of {foreign[:3]}, which none of its "

@@ -74,8 +74,7 @@ class Slices:
             self.matrices_of[matrix.parameter].append(i)
 
         def held(p: int, t: int) -> LocalShard:
-            cut = boxes[p]
-            if cut is not None:
+            if (cut := boxes[p]) is not None:
                 return LocalShard(together, (), cut[t])
             # Whole everywhere: each of these ranks replicates it.
             return LocalShard(together, (t,), Box.at_origin(specs.parameters[p].shape))
@@ -101,8 +100,7 @@ class Slices:
     @classmethod
     def flat(cls, plan: OwnershipPlan) -> Slices:
         """Of a plan without tensor parallelism and replicas: the shard coordinate is the rank."""
-        world = plan.topology.world
-        grid = Grid((1, world, 1), tuple(range(world)))
+        grid = Grid((1, plan.topology.world, 1), tuple(range(plan.topology.world)))
         return cls(plan, grid, [None] * len(plan.specs.parameters), ranges_only=False)
 
     def is_cut(self, matrix: int) -> bool:
@@ -125,8 +123,7 @@ class Slices:
             for r in range(self.grid.shape[0]) if replicas else [replica]:
                 for t in range(self.grid.shape[2]) if every else [tensor]:
                     kept = box.intersection(self.shards.shard(t, parameter).box)
-                    rank = self.grid.rank_at(r, shard, t)
-                    found.append((i, rank, kept if in_slices else box))
+                    found.append((i, self.grid.rank_at(r, shard, t), kept if in_slices else box))
         return found
 
     def held(self, matrix: int, tensor: int) -> tuple[int, Box]:
@@ -291,9 +288,8 @@ def publish_buckets(
     """The units whose results leave in one broadcast each, with their owner, in the order of their
     predicted completion. Each owner fills its buckets in its order of execution, up to about
     ``bucket_bytes`` in a dtype of ``item`` bytes."""
-    by_owner = grouped((unit.owner, u) for u, unit in enumerate(units))
     done = []
-    for owner, mine in by_owner.items():
+    for owner, mine in grouped((unit.owner, u) for u, unit in enumerate(units)).items():
         clock = 0.0
         for members in runs_of(mine, lambda u: units[u].numel * item, bucket_bytes):
             clock += sum(units[u].ms for u in members)
@@ -315,8 +311,7 @@ def cut_buckets(
     scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
     else it is cut once more. A unit with co-owners is in one bucket on all of them.
     """
-    by_owner = grouped((units[u].owner, u) for u in travelling)
-    if not by_owner:
+    if not (by_owner := grouped((units[u].owner, u) for u in travelling)):
         return ()
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
@@ -341,8 +336,7 @@ def cut_buckets(
         owner, nbytes = units[u].owner, units[u].numel * item
         is_full = 0 < sizes[owner] > BATCH_BUCKETS * bucket_bytes - nbytes
         # An edge that would come soon after is passed by.
-        now = bisect_right(edges, middle + is_full / (2 * count))
-        if now > part or is_full:
+        if (now := bisect_right(edges, middle + is_full / (2 * count))) > part or is_full:
             part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
         sizes[owner] += nbytes
         bucket_of[u] = bucket

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
@@ -171,10 +171,9 @@ class DedicatedRuntime(OwnersRuntime):
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
-        keepers = self.slices.keepers(parameter, in_slices=True, replicas=True)
         return [
             (i, part, self.storage.weight_of(i))
-            for i, r, part in keepers
+            for i, r, part in self.slices.keepers(parameter, in_slices=True, replicas=True)
             if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
         ]
 
@@ -191,12 +190,11 @@ class DedicatedRuntime(OwnersRuntime):
 
     def close(self) -> None:
         """Give every rank the whole weights again and remove every hook; a collective call."""
-        try:
+        # Where torch.distributed was shut down first, nothing can travel any more.
+        with suppress(OwnershipError):
             if not self.process_groups.failed:  # else the others may never come
                 self.prefetcher.drop()
                 self.storage.restore()
-        except OwnershipError:
-            pass  # torch.distributed was shut down first: nothing can travel any more
         self._remove_hooks()
         self.reducer = None
         self.process_groups.close()
@@ -218,16 +216,14 @@ class DedicatedRuntime(OwnersRuntime):
             reduced = asked or getattr(torch, dtype)
             by_dtype[reduced, payload_dtype(dtype)].append(unit)
         for (reduced, published), units in by_dtype.items():
-            like = torch.empty(0, dtype=published, device=self.device)
-            how = self.process_groups, reduced, like
+            how = self.process_groups, reduced, torch.empty(0, dtype=published, device=self.device)
             self._assemblies.append(_Assembly(self.slices, units, owned, *how))
         buckets = self._buckets()
         self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
         self._counted = frozenset(i for i, p in distributed if self._counts(p))
-        model = self._model()
-        if model is not None:
+        if (model := self._model()) is not None:
             # FSDP2 puts others into the place of its own parameters while a unit is gathered.
             exempt = [p for _, p in distributed] if fsdp_roots(model) else []
             self._watch = ParameterWatch(model, self.parameters, exempt)
@@ -244,9 +240,8 @@ class DedicatedRuntime(OwnersRuntime):
             for i, p in enumerate(self.parameters)
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
-        layers = self.storage.layers
-        members = [layer.parameters for layer in reversed(layers) if not layer.is_root]
-        root = (p for layer in layers if layer.is_root for p in layer.parameters)
+        members = [layer.parameters for layer in self.storage.layers[::-1] if not layer.is_root]
+        root = (p for layer in self.storage.layers if layer.is_root for p in layer.parameters)
         members.append((*root, *adamw))
         dtype, tensor = self._options.reduce_dtype, self.slices.grid.place(self.transport.rank)[2]
         return [gradient_bucket(self.slices, m, adamw, tensor, dtype) for m in members if m]
@@ -265,8 +260,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
-        rank = dist.get_rank() if is_initialized() else 0
-        if any(local_shard("", p, rank).replica):
+        if any(local_shard("", p, dist.get_rank() if is_initialized() else 0).replica):
             return False
         axes = set(mesh_axes(p))
         replica, shard, tensor = self.slices.grid.place(self.transport.rank)
@@ -288,8 +282,7 @@ class DedicatedRuntime(OwnersRuntime):
             return self._computed(compute, unit, where, gradients, rms)
 
         def update(unit: Unit, parts: _Parts) -> None:
-            came = [(k, view) for k, i, view in parts if present[matrices[i].parameter]]
-            if came:
+            if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
                 targets, where = self._applied[unit.matrices[0]], [k for k, _ in came]
                 apply(unit, where, [targets[k] for k in where], [view for _, view in came])
 
@@ -300,8 +293,7 @@ class DedicatedRuntime(OwnersRuntime):
             todo = {i for unit in owned.mine for i in unit.matrices}
             self.prefetcher.launch_ahead(todo)
             for unit in owned.mine:
-                payload = computed(unit, owned.stack(unit))
-                if payload is not None:
+                if (payload := computed(unit, owned.stack(unit))) is not None:
                     views = self._unstack[unit.matrices[0]](payload)
                     update(unit, list(zip(count(), unit.matrices, views)))
                 todo.difference_update(unit.matrices)

@@ -335,10 +335,9 @@ class ReducedRuntime(OwnersRuntime):
             for live in bucket.units if bucket.owner == self.transport.rank else ():
                 gradients = reducer.owned.stack(live.unit)
                 self._computed(compute, live.unit, live.where, gradients, live.rms, live.payload)
-            flat = bucket.buffer.flat
-            self.meter["updates"] += flat.nbytes
+            self.meter["updates"] += bucket.buffer.flat.nbytes
             with self._publishing:
-                work = self.transport.broadcast(flat, bucket.owner, tag="updates")
+                work = self.transport.broadcast(bucket.buffer.flat, bucket.owner, tag="updates")
             self._pending[b] = work, apply
         reducer.clear()
         # The forward that led here read these without passing their wait point.

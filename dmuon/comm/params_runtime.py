@@ -71,16 +71,14 @@ class ParamsRuntime(LayoutRuntime):
         updates may be awaited by the next forward (else by `synchronize` alone), and the memory of
         `Pipeline`."""
         self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
-        options = self._options
-        self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
+        self.batch_numel = BATCH_BUCKETS * self._options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
-        how = self.transport, self.meter, options, like
+        how = self.transport, self.meter, self._options, like
         self.pipeline = Pipeline(
             self.shards, self.units, travelling, *how, memory=memory, replicas=self._peers
         )
-        model = self._model()
-        if not has_hooks or model is None:
+        if not has_hooks or (model := self._model()) is None:
             return
         self._gathers = gathers = hooks.Gathers(model, self.device)
         matrices, pipeline = self.plan.specs.matrices, self.pipeline
@@ -199,12 +197,10 @@ def open_peers(
     co_owners = {batch.co_owners for batch in plan.batches if batch.co_owners}
     replicas = shards.partner_sets()
     found: list[list[tuple[int, ...]]] = []
-    sets = co_owners | (replicas - {everyone})
-    for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
+    for ranks in sorted(co_owners | (replicas - {everyone}), key=lambda ranks: (len(ranks), ranks)):
         # Partitions of the mesh: every rank joins in making each.
         free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
-        parts = next(free, None)
-        if parts is None:
+        if (parts := next(free, None)) is None:
             found.append(parts := [])
         parts.append(ranks)
     peers = {}

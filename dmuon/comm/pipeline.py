@@ -204,9 +204,8 @@ class Pipeline:
         ]
         self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
         # What a profiler sees of each bucket.
-        specs = shards.specs.matrices
         within = [sorted(chain(*(units[u].matrices for u in members))) for members in cuts]
-        names = [[specs[i].name for i in some] for some in within]
+        names = [[shards.specs.matrices[i].name for i in some] for some in within]
         self._gathering: list[AbstractContextManager[object]] = [
             nullcontext() if bucket.shares else record_function(f"dmuon::gather {layers_in(some)}")
             for bucket, some in zip(self.buckets, names, strict=True)
@@ -284,8 +283,7 @@ class Pipeline:
         self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
     ) -> None:
         (output, into), (source, to) = came, sent
-        numel = to.numel - to.splits[self._transport.rank]
-        self._meter[tag] += numel * source.element_size()
+        self._meter[tag] += (to.numel - to.splits[self._transport.rank]) * source.element_size()
         work = self._transport.all_to_all(output, source, into.splits, to.splits, tag=tag)
         bucket.works.append(work)
 
@@ -310,8 +308,7 @@ class Pipeline:
     def apply_pending(self, buckets: Sequence[int]) -> None:
         """Wait for the updates of these buckets, where they are pending, and apply them."""
         for b in buckets:
-            apply = self._pending.pop(b, None)
-            if apply is None:
+            if (apply := self._pending.pop(b, None)) is None:
                 continue
             bucket = self.buckets[b]
             with self._publishing:

@@ -243,8 +243,7 @@ class Prefetcher:
     def accumulated(self, parameter: int) -> None:
         """Autograd has accumulated into the parameter's ``grad``."""
         self.ensure_backward()
-        g = self.number_of.get(parameter)
-        if g is not None:
+        if (g := self.number_of.get(parameter)) is not None:
             self._calls[g].gradients += 1
         if self.reducer is not None and self.reducer.open:
             self.reducer.accumulated(parameter)
@@ -258,8 +257,7 @@ class Prefetcher:
             self.reducer.finish()
         for layer, calls in zip(self.layers, self._calls, strict=True):
             # Each parameter got one gradient per use, so this many uses are done.
-            used = -(-calls.gradients // len(layer.parameters))
-            calls.recorded = max(0, calls.recorded - used)
+            calls.recorded = max(0, calls.recorded - -(-calls.gradients // len(layer.parameters)))
 
     def _end_backward(self) -> None:
         if self._options.free_after_forward:
@@ -356,8 +354,7 @@ def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callabl
     weak = weakref.ref(prefetcher)
 
     def act(*args: Any) -> None:
-        alive = weak()
-        if alive is not None:
+        if (alive := weak()) is not None:
             action(alive, *args)
 
     return act
@@ -402,8 +399,7 @@ def hook_module(
     module, weak_module = point.module, weakref.ref(point.module)
 
     def check_whole(prefetcher: Prefetcher) -> None:
-        module = weak_module()
-        if module is not None:
+        if (module := weak_module()) is not None:
             prefetcher.storage.check_whole(module)  # a copy of placeholders would be of no use
 
     def hook(action: Callable[..., None]) -> Hook:
@@ -452,8 +448,7 @@ class _StateDicts:
 
     def save(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         _, state, prefix, _ = given
-        found = prefetcher.storage.kept_elsewhere(names)
-        if found:
+        if found := prefetcher.storage.kept_elsewhere(names):
             prefetcher.storage.world.meet("model.state_dict()")
             prefetcher.begin_access()
         for name, p in found.items():
@@ -464,27 +459,24 @@ class _StateDicts:
         if self._errors is not errors:
             self._errors, self._root = errors, weakref.ref(module)
             self._found, self._is_collective = {}, False
-        storage = prefetcher.storage
-        elsewhere = storage.kept_elsewhere(names)
+        elsewhere = prefetcher.storage.kept_elsewhere(names)
         self._is_collective = self._is_collective or bool(elsewhere)
         for name, p in elsewhere.items():
-            key = prefix + name
-            if key not in state_dict:
+            if (key := prefix + name) not in state_dict:
                 continue
             if metadata.get("assign_to_params_buffers"):
                 raise OwnershipError(
                     f"load_state_dict(assign=True) would put other parameters into the place of "
                     f"{key!r} and others, which owners store: leave it out"
                 )
-            flaw = storage.flaw(p, state_dict[key])
+            flaw = prefetcher.storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
             self._found[p] = state_dict[key]
             # So torch copies what is there already.
             state_dict[key] = module.get_parameter(name)
 
     def loaded(self, prefetcher: Prefetcher, module: nn.Module, _: Any) -> None:
-        errors = self._errors
-        if errors is None or self._root() is not module:
+        if (errors := self._errors) is None or self._root() is not module:
             return
         self._errors = None
         if self._is_collective:
@@ -523,8 +515,7 @@ def check_first_forward(storage: Storage, root: nn.Module) -> Remove:
     members = weakref.WeakSet(root.modules())
 
     def hook(module: nn.Module, inputs: Any) -> None:
-        storage = weak()
-        if storage is not None and module in members:
+        if (storage := weak()) is not None and module in members:
             storage.find_parameters()
         if storage is None or module in members:
             handle.remove()

@@ -268,6 +268,5 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
     """Run ``solve`` on the first rank and give its text to all; ConsensusError where it raised."""
-    first = solve if transport.rank == 0 else str
-    text = attempt_in_all([transport], first, what="planning")
+    text = attempt_in_all([transport], solve if transport.rank == 0 else str, what="planning")
     return transport.broadcast_object(text, 0)  # type: ignore[no-any-return]

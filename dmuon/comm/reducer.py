@@ -60,10 +60,7 @@ def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
 
 def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
     """Views of a unit's matrices, each of its own rows and columns."""
-    matrices = list(stack.unbind())
-    if not unit.transposed:
-        return matrices
-    return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(matrices)]
+    return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(stack.unbind())]
 
 
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
@@ -374,8 +371,7 @@ class GradientReducer:
                 )
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
-            add = again and self._is_matrix(parameter)
-            self._buckets[b].fill(parameter, grad, add=add)
+            self._buckets[b].fill(parameter, grad, add=again and self._is_matrix(parameter))
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
             found.waiting[b].discard(parameter)
@@ -418,11 +414,9 @@ class GradientReducer:
         this rank has queued behind the wait."""
         if self._side is None:
             return
-        launched = self._round.launched
-        latest = self._buckets[max(0, launched - UNDER_WAY) : launched]
+        latest = self._buckets[: self._round.launched][-UNDER_WAY:]
         kept = {id(live) for bucket in latest for live in bucket.segments}
-        old = [s for s in self._to_owners() if not s.to_relay and id(s) not in kept]
-        if not old:
+        if not (old := [s for s in self._to_owners() if not s.to_relay and id(s) not in kept]):
             return
         for live in old:
             live.buffer.flat.record_stream(self._side.stream)
@@ -601,8 +595,7 @@ def hook_gradients(
     weak = weakref.WeakMethod(accumulated)
 
     def on_gradient(number: int, _: Tensor) -> None:
-        accumulated = weak()
-        if accumulated is not None:
+        if (accumulated := weak()) is not None:
             accumulated(number)
 
     hooks = [(p, partial(on_gradient, number)) for number, p in parameters]
@@ -620,8 +613,7 @@ def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
     """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
-    to = _handed_to.get(ddp)
-    if to is None:
+    if (to := _handed_to.get(ddp)) is None:
         to, group = [], ddp.process_group
 
         # No annotations: DDP compares them with types, and ours are strings.

@@ -192,8 +192,7 @@ _Pieces = list[tuple[int, int, MatrixPart]]
 def _message(shards: ShardMap, pieces: _Pieces) -> Message:
     parts: list[Part] = []
     splits = [0] * shards.world
-    by_peer = sorted(pieces, key=itemgetter(0))
-    for (peer, unit), members in groupby(by_peer, key=itemgetter(0, 1)):
+    for (peer, unit), members in groupby(sorted(pieces, key=itemgetter(0)), itemgetter(0, 1)):
         found = [piece for _, _, piece in members]
         parts += parts_of(shards, unit, found, sum(splits))
         splits[peer] += sum(box.numel for *_, box in found)
@@ -250,8 +249,7 @@ def _replicated(
 
 def bucket_route(shards: ShardMap, units: Units, bucket: Sequence[int], rank: int) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    matrices = [i for u in bucket for i in units[u].matrices]
-    everywhere = all(map(shards.is_everywhere, matrices))
+    everywhere = all(map(shards.is_everywhere, (i for u in bucket for i in units[u].matrices)))
     contents: dict[str, _Pieces] = defaultdict(list)
     replicated: dict[Ranks, _Pieces] = defaultdict(list)
     is_shared = any(units[u].co_owners for u in bucket)
@@ -262,8 +260,7 @@ def bucket_route(shards: ShardMap, units: Units, bucket: Sequence[int], rank: in
                 replicated[ranks].append((source, u, block))
     for u in bucket:
         for position in range(len(units[u].matrices)):
-            found = _contents(shards, units[u], position, rank, everywhere)
-            for name, peer, part in found:
+            for name, peer, part in _contents(shards, units[u], position, rank, everywhere):
                 contents[name].append((peer, u, part))
 
     def message(name: str) -> Message:

@@ -166,8 +166,7 @@ class Layer:
 
     def record(self, *, hold: bool) -> bool:
         """Autograd has recorded a use; True for the first. ``hold``: until backward is done."""
-        first = self.state is WeightState.IN_USE
-        if first:
+        if first := self.state is WeightState.IN_USE:
             self.state = self.state.to(WeightState.RECORDED)
         if hold:
             self.state = self.state.to(WeightState.HELD)
@@ -289,8 +288,7 @@ class Storage:
     def find_parameters(self) -> None:
         """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
         OwnershipError if a dedicated one has been replaced, or is still on the meta device."""
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             return
         now = dict(trainable_parameters(model))
         found = [

@@ -121,16 +121,6 @@ class _Issued(Work):
         return all(work.is_completed() for work in self.works)
 
 
-def _add_in_order(into: Tensor, others: Tensor, place: int) -> None:
-    """Add ``others`` in order, ``into`` before row ``place``: so it rounds alike everywhere."""
-    if place:
-        for other in others[1:place]:
-            others[0].add_(other)
-        into.add_(others[0])
-    for other in others[place:]:
-        into.add_(other)
-
-
 _SMALL_SUM = 1 << 20  # bytes of all ranks
 # Up to so many bytes gloo reduces by messages, which are copied: its rings send more.
 _SMALL = 64 << 20
@@ -258,8 +248,7 @@ class C10dTransport(Transport):
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group; OwnershipError once it has been destroyed."""
-        group = self._group()
-        if group is None:
+        if (group := self._group()) is None:
             raise OwnershipError(
                 "dmuon's process group is gone: torch.distributed was shut down, or the ownership "
                 "closed. Call dmuon.dedicate_params(model) again"
@@ -343,7 +332,13 @@ class C10dTransport(Transport):
             splits = [mine.numel() * (r != self.rank) for r in range(self.world)], sent
             source = torch.cat([part for r, part in enumerate(parts) if r != self.rank])
             exchange = partial(dist.all_to_all_single, came.view(-1), source, *splits)
-            finish = partial(_add_in_order, mine, came, self.rank)
+
+            def finish() -> None:  # in the order of ranks, so that it rounds alike everywhere
+                for other in came[1 : self.rank]:
+                    came[0].add_(other)
+                for other in (*came[: min(self.rank, 1)], *came[self.rank :]):
+                    mine.add_(other)
+
             return self._issue(tag, exchange, finish=finish)
         else:
             calls = [partial(dist.reduce, parts[r], group_dst=r) for r in ranks]
@@ -445,8 +440,7 @@ class C10dTransport(Transport):
 
 def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> None:
     # The user may have torn down torch.distributed first, which destroys every group.
-    group = reference()
-    if group is None or not dist.is_initialized():
+    if (group := reference()) is None or not dist.is_initialized():
         return
     if key is not None:
         _idle.setdefault(key, []).append(reference)

@@ -236,9 +236,8 @@ class LoadBalanceReport:
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
     def _tables(self) -> list[render.Table]:
-        many = self.plan.topology.world > 1
-        balance = [_rank_table(self), _shape_table(self)] if many else []
-        return [*balance, _parameter_table(self.plan)]
+        balance = [_rank_table, _shape_table] if self.plan.topology.world > 1 else []
+        return [*(table(self) for table in balance), _parameter_table(self.plan)]
 
     def _title(self) -> str:
         plan, shapes = self.plan, [f"shapes: {self.source}"] if self.source else []
@@ -316,9 +315,8 @@ def build_report(
 ) -> LoadBalanceReport:
     """The report of a plan; ``measured`` are the milliseconds per step of each rank, ValueError if
     there is not one for each."""
-    world = plan.topology.world
-    if measured is not None and len(measured) != world:
-        raise ValueError(f"measured holds {len(measured)} times for {world} ranks")
+    if measured is not None and len(measured) != plan.topology.world:
+        raise ValueError(f"measured holds {len(measured)} times for {plan.topology.world} ranks")
     return LoadBalanceReport(plan, None if measured is None else tuple(measured), model)
 
 
@@ -652,10 +650,9 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
     """Which algorithm updates what, and why; names that differ in numbers alone are folded."""
     everything = plan.specs.parameters + plan.specs.frozen
     alike = grouped(((p.algorithm, p.shape, p.reason), p.name) for p in everything)
-    order = sorted(alike, key=lambda key: list(Algorithm).index(key[0]))
     rows = [
         [pattern, str(count), " x ".join(map(str, shape)), algorithm.value, reason]
-        for algorithm, shape, reason in order
+        for algorithm, shape, reason in sorted(alike, key=lambda key: list(Algorithm).index(key[0]))
         for pattern, count in render.fold_names(alike[algorithm, shape, reason])
     ]
     if len(rows) > _MOST_NAMES:
@@ -667,12 +664,11 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
 
 def _page(report: LoadBalanceReport) -> str:
     text, proven = report.ms_text, "" if report.certificate.proven else ", not proven"
-    percent = render.percent
     tiles = [
         ("makespan", f"{text(report.makespan_ms)} ms"),
         (f"lower bound{proven}", f"{text(report.lower_bound_ms)} ms"),
-        ("gap to the bound", percent(report.gap)),
-        ("imbalance over the mean", percent(report.imbalance)),
+        ("gap to the bound", render.percent(report.gap)),
+        ("imbalance over the mean", render.percent(report.imbalance)),
         ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
     ]
     pictures = [("Load per rank", *_loads_picture(report))]
@@ -687,8 +683,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms
     ranks = report.ranks
-    many = len(ranks) > render.MOST_SHOWN
-    if many:
+    if many := len(ranks) > render.MOST_SHOWN:
         by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
         last, steps = len(by_load) - 1, min(render.MOST_SHOWN // 2, len(by_load)) - 1
         ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))

@@ -173,8 +173,7 @@ def _rich_table(table: Table) -> RichTable:
 def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> str:
     """Text of so many columns; unless ``plain``, as many as a terminal has, and in its colours."""
     here = None if not plain and sys.stdout.isatty() else width
-    colours: Any = None if plain else "auto"
-    out = Console(width=here, highlight=False, markup=False, color_system=colours)
+    out = Console(width=here, highlight=False, markup=False, color_system=None if plain else "auto")
     with out.capture() as capture:
         out.print(*shown, sep="\n", crop=False)
     return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))
@@ -206,23 +205,19 @@ def _escape(text: str) -> str:
 Bar = tuple[str, str, float | None, float | None, str]
 
 
-def _axis(top: float, y: float) -> list[str]:
-    """A scale from 0 ms on, with a few round numbers."""
+def loads_picture(bars: Sequence[Bar], bound: float) -> str:
+    """Bars from 0 on; the bound is a vertical line, beyond which they have another colour."""
+    top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
+    height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
+    # A scale from 0 ms on, with a few round numbers.
     step = 10.0 ** math.floor(math.log10(top))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s < 6)
     parts = []
     for i in range(int(top / step * (1 + 1e-9)) + 1):
         x = _LEFT + i * step / top * (_RIGHT - _LEFT)
-        grid = f'class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{y}"'
-        parts += [f"<line {grid}/>", _text(x, y + 14, f"{i * step:g}", "dim", "middle")]
-    return [*parts, _text(100, y + 14, "ms", "dim", "end")]
-
-
-def loads_picture(bars: Sequence[Bar], bound: float) -> str:
-    """Bars from 0 on; the bound is a vertical line, beyond which they have another colour."""
-    top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
-    height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
-    parts = _axis(top, height)
+        grid = f'class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"'
+        parts += [f"<line {grid}/>", _text(x, height + 14, f"{i * step:g}", "dim", "middle")]
+    parts.append(_text(100, height + 14, "ms", "dim", "end"))
     for i, (name, title, load, measured, number) in enumerate(bars):
         y = i * _ROW
         parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
@@ -234,9 +229,10 @@ def loads_picture(bars: Sequence[Bar], bound: float) -> str:
             at = _LEFT + measured * per_ms
             parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
         parts.append(_text(100, y + 13, number, "", "end") + "</g>")
-    x = f"{_LEFT + bound * per_ms:.2f}%"
-    line = f'<line class="line" x1="{x}" x2="{x}" y1="0" y2="{height}"/>'
-    return _picture(height + 20, "load of each rank in milliseconds", [*parts, line])
+    at = _LEFT + bound * per_ms
+    parts.append(f'<line class="line" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{height}"/>')
+    look = f'role="img" aria-label="load of each rank in milliseconds" height="{height + 20}"'
+    return f"<svg {look}>{''.join(parts)}</svg>"
 
 
 def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
@@ -246,10 +242,6 @@ def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
 def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
     look = f'class="{css}" text-anchor="{anchor}"'
     return f'<text x="{x:.2f}%" y="{y}" {look}>{_escape(words)}</text>'
-
-
-def _picture(height: float, label: str, parts: Iterable[str]) -> str:
-    return f'<svg role="img" aria-label="{label}" height="{height}">{"".join(parts)}</svg>'
 
 
 def page(

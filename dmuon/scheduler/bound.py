@@ -54,8 +54,7 @@ _MOST_OWNERS = 2_000
 
 def work_tables(problem: Problem) -> list[Ints]:
     """``C_s(k)`` for k = 0 .. d_s, in units rounded up: still subadditive."""
-    total = sum(int(shape.ticks[-1]) for shape in problem.shapes)
-    unit = max(1, total // _WORK)
+    unit = max(1, sum(int(shape.ticks[-1]) for shape in problem.shapes) // _WORK)
     return [-(-shape.ticks // unit) for shape in problem.shapes]
 
 
@@ -70,8 +69,16 @@ class Holdings:
     def __init__(
         self, problem: Problem, dual: Dual, limit: int, real: bool = False, work: int | None = None
     ) -> None:
+        if not len(dual.values) == len(dual.works) == len(problem.shapes):
+            raise ValueError(f"{len(dual.values)} values for {len(problem.shapes)} shapes")
+        if min(dual.works, default=0) < 0:
+            raise ValueError("the value of work must be >= 0")
+        terms = list(zip(dual.values, dual.works, work_tables(problem), strict=True))
+        worth = sum(abs(v) * (len(work) - 1) + u * int(work[-1]) for v, u, work in terms)
+        if worth >= _MOST_WORTH:
+            raise ValueError(f"duals are too large to be checked: {worth} of at most {_MOST_WORTH}")
         self.problem, self.limit = problem, limit
-        self.tables = _worth_tables(problem, dual)
+        self.tables = [v * np.arange(len(work)) + u * work for v, u, work in terms]
         self.total = sum(int(table[-1]) for table in self.tables)
         options = [Option(k.ticks, w) for k, w in zip(problem.shapes, self.tables, strict=True)]
         dense = [option.density(limit) for option in options]
@@ -84,8 +91,7 @@ class Holdings:
         surplus = sum(c.size * most for c, most in fluid) - self.total
         least: dict[tuple[bool, ...], int] = defaultdict(lambda: _MOST_WORTH)
         for c, most in fluid:
-            needed = most - surplus // c.size
-            least[c.allowed] = max(min(needed, least[c.allowed]), -_MOST_WORTH)
+            least[c.allowed] = max(min(most - surplus // c.size, least[c.allowed]), -_MOST_WORTH)
         self.frontiers: dict[tuple[bool, ...], Frontier] = {}
         left = _KNAPSACKS if work is None else work
         order = sorted(self._dense, key=lambda allowed: (sum(allowed), allowed))
@@ -93,8 +99,7 @@ class Holdings:
             mine = [o for o, yes in zip(options, allowed, strict=True) if yes]
             if not real:
                 mine = [option for option in mine if (option.value > 0).any()]
-            share = left // (len(order) - number)
-            if share < _LEAST_WORK * len(mine) and not real:
+            if (share := left // (len(order) - number)) < _LEAST_WORK * len(mine) and not real:
                 most = sum(int(option.value.max()) for option in mine)
                 made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
             else:
@@ -129,18 +134,6 @@ class Holdings:
         return min(low + bisect_left(range(low, self.limit), True, key=is_open), self.limit)
 
 
-def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
-    if not len(dual.values) == len(dual.works) == len(problem.shapes):
-        raise ValueError(f"{len(dual.values)} values for {len(problem.shapes)} shapes")
-    if min(dual.works, default=0) < 0:
-        raise ValueError("the value of work must be >= 0")
-    terms = list(zip(dual.values, dual.works, work_tables(problem), strict=True))
-    most = sum(abs(v) * (len(work) - 1) + u * int(work[-1]) for v, u, work in terms)
-    if most >= _MOST_WORTH:
-        raise ValueError(f"duals are too large to be checked: {most} of at most {_MOST_WORTH}")
-    return [v * np.arange(len(work)) + u * work for v, u, work in terms]
-
-
 def certified(problem: Problem, proof: Proof, bound: int) -> int:
     """The bound as a certificate computes it: merged points depend on how far knapsacks reach."""
     while proof.impossible < 0 and (found := Holdings(problem, proof.dual, bound).bound()) < bound:
@@ -151,8 +144,7 @@ def certified(problem: Problem, proof: Proof, bound: int) -> int:
 def proven(problem: Problem, proof: Proof, limit: int) -> int:
     """The makespan in ticks, at most ``limit``, that a proof shows; ValueError as `Holdings`."""
     simpler = relaxed(problem)
-    bound = Holdings(simpler, proof.dual, limit).bound()
-    if bound <= proof.impossible < limit:
+    if (bound := Holdings(simpler, proof.dual, limit).bound()) <= proof.impossible < limit:
         for some in dict.fromkeys((simpler, problem)):
             counts, complete = cover(some, proof.impossible, proof.dual)
             if counts is None and complete:
@@ -228,12 +220,11 @@ def cover(
 ) -> tuple[Counts | None, bool]:
     """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows. The
     values of a good ``dual`` leave less to try."""
-    demand = problem.demand
     if any(c.fixed > limit or c.room < 0 for c in problem.classes):
         return None, True
-    if not len(demand):
+    if not problem.shapes:
         return np.zeros((problem.world, 0), np.int64), True
-    if problem.world > _MOST_OWNERS or float(np.log2(demand + 1.0).sum()) > 61.0:
+    if problem.world > _MOST_OWNERS or float(np.log2(problem.demand + 1.0).sum()) > 61.0:
         return None, False
     tables = [shape.ticks for shape in problem.shapes]
     holds = [limit - c.fixed for c in problem.classes]
@@ -275,8 +266,7 @@ class _Search:
         most_pairs = min(_MOST_PAIRS, _LISTED * self.work)
         patterns: list[Ints] = []
         for c in range(len(problem.classes)):
-            listed = self._patterns(c, most_pairs)
-            if listed is None:
+            if (listed := self._patterns(c, most_pairs)) is None:
                 return None, False
             patterns.append(listed)
         states: Ints = problem.demand[None].copy()
@@ -284,8 +274,7 @@ class _Search:
         steps: list[tuple[int, Ints, Ints]] = []  # rank, parent, what it takes
         for number, (c, rank) in enumerate(owners):
             held -= self.holds[c]
-            share = self.work // (len(owners) - number)
-            most = max(share // max(patterns[c].size, 1), 1)
+            most = max(self.work // (len(owners) - number) // max(patterns[c].size, 1), 1)
             if len(states) > most:
                 states, self.complete = states[:most], False
             # The last owners are alike, so one of them has the costliest matrix that is left.

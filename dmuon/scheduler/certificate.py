@@ -71,10 +71,9 @@ def certify(plan: OwnershipPlan) -> Certificate:
     elif plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
-    matrices = ((m, plan.specs.parameters[m.parameter].shape) for m in plan.specs.matrices)
     misfits = (
         f"{m.name} of {m.rows} x {m.cols} is no matrix of a parameter {list(shape)}"
-        for m, shape in matrices
+        for m, shape in ((m, plan.specs.parameters[m.parameter].shape) for m in plan.specs.matrices)
         if not m.fits(shape)
     )
     claims = _wrong_claims(plan, problem, makespan, bound, shared_bound)
@@ -144,8 +143,7 @@ def _wrong_claims(
         yield f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
     if shared is not None and not shared_bound <= problem.ticks(shared) < makespan:
         yield f"the plan claims that sharing would take {shared:.6g} ms, which cannot be"
-    claim = plan.claim
-    if claim is None:
+    if (claim := plan.claim) is None:
         return
     if abs(problem.ticks(claim.makespan_ms) - makespan) > len(plan.batches):
         was, takes = f"a makespan of {claim.makespan_ms:.6g} ms", f"{problem.ms(makespan):.6g} ms"
@@ -163,11 +161,14 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
         for origin in dict.fromkeys(o for o in row.origin if o not in known):
             rows, cols, _ = row.key
             yield f"the prices of {rows} x {cols} say {origin!r}; the costs are {source!r}"
-    mesh = plan.topology
-    device = device_of(source, mesh.device_type, mesh.ranks_per_node)
+    device = device_of(source, plan.topology.device_type, plan.topology.ranks_per_node)
     if known == ["analytic"] and device is not None:
         tables = [CostTable(source, device=device, momentum=m) for m in (True, False)]
-        if not any(_are_prices(plan, table) for table in tables):
+        each = [(row.key, size, ms) for row in plan.prices for size, ms in enumerate(row.ms, 1)]
+        if not any(
+            all(math.isclose(ms, of.batch_ms(key, n), rel_tol=1e-9) for key, n, ms in each)
+            for of in tables
+        ):
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
             yield f"the prices of co-owners are not those of {source!r}"
@@ -177,17 +178,8 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
-def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
-    return all(
-        math.isclose(ms, costs.batch_ms(row.key, size), rel_tol=1e-9)
-        for row in plan.prices
-        for size, ms in enumerate(row.ms, 1)
-    )
-
-
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
-    most = max(len(row.ms) for row in plan.shared_prices)
-    right = shared_prices(plan, costs, most, UNLIMITED)
+    right = shared_prices(plan, costs, max(len(r.ms) for r in plan.shared_prices), UNLIMITED)
     known, stored = (
         {(row.key, row.co_owners): row for row in rows} for rows in (right, plan.shared_prices)
     )
@@ -214,8 +206,7 @@ def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
     for batch in plan.batches:
         domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
-        size = len(batch.co_owners)
-        if size and batch.co_owners not in blocks_in(plan, domain, size):
+        if (size := len(batch.co_owners)) and batch.co_owners not in blocks_in(plan, domain, size):
             yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
         for i in batch.matrices if domains else ():
             for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:
@@ -226,6 +217,5 @@ def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
 
 
 def _short(findings: Iterable[str]) -> list[str]:
-    times = Counter(findings)
-    lines = [line if n == 1 else f"{line} ({n} times)" for line, n in times.items()]
+    lines = [line if n == 1 else f"{line} ({n} times)" for line, n in Counter(findings).items()]
     return lines if len(lines) <= 5 else [*lines[:5], f"... and {len(lines) - 5} more"]

@@ -51,8 +51,8 @@ def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
     """True if a slice of the longer dim is a box, unlike of the columns of a convolution."""
     shape = specs.parameters[matrix.parameter].shape
     rows, cols = matrix.form.dims(len(shape))
-    box = matrix.box(shape).shape
-    return box[rows if matrix.rows > matrix.cols else cols] == max(matrix.shape)
+    long = rows if matrix.rows > matrix.cols else cols
+    return matrix.box(shape).shape[long] == max(matrix.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -177,8 +177,7 @@ class CoOwners:
         work: list[int] = []
         for s, mine in enumerate(self._owners):
             free = limit - min(problem.classes[c].fixed for c in mine)
-            fitting = [w for least, w in self._work[s] if least <= free]
-            if not fitting:
+            if not (fitting := [w for least, w in self._work[s] if least <= free]):
                 return False
             work.append(problem.shapes[s].count * min(fitting))
         for some in {*self._owners, frozenset(range(len(problem.classes)))}:

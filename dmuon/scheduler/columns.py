@@ -168,8 +168,7 @@ class Columns:
             limit = self.bound + self.bound * far // 10_000
             if limit >= self.makespan or self.left <= 0 or self.budget.spent():
                 return
-            counts = self._whole(limit)
-            if counts is not None and self.problem.is_feasible(counts):
+            if (counts := self._whole(limit)) is not None and self.problem.is_feasible(counts):
                 counts = improve(self.problem, counts, self.budget.spent)
                 if self.problem.makespan(counts) < self.makespan:
                     self.counts, self.makespan = counts, self.problem.makespan(counts)

@@ -236,8 +236,7 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
     (45000000000.0, 45000000000.0)
     """
     pattern = r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))"
-    match = re.fullmatch(pattern, text.strip())
-    if match is None or not float(match[1]):
+    if (match := re.fullmatch(pattern, text.strip())) is None or not float(match[1]):
         raise PlanError(
             f"{text!r} is no network card: give its rate in bits, as 400Gb/gpu or 400Gb/node"
         )
@@ -268,20 +267,6 @@ def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
     """
     m, n = min(rows, cols), max(rows, cols)
     return 2.0 * steps * (2 * n * m * m + m**3)
-
-
-def analytic_ms(
-    device: AnalyticDevice, key: ShapeKey, batch: int, steps: int, momentum: bool = True
-) -> float:
-    """Milliseconds of Newton-Schulz on ``batch`` matrices ``(rows, cols, dtype)`` by the model,
-    with the momentum update and the normalization if ``momentum``."""
-    rows, cols, dtype = canonical_key(key)
-    ms = device.standard_ms(rows, cols, batch, steps)
-    if not device.fitted and steps > 1:
-        ms = min(ms, device.gram_ms(rows, cols, batch, steps))
-    # Momentum is read and written, the gradient read; 6 launches.
-    moved = 3 * ITEM_SIZE.get(dtype, 4) * batch * rows * cols
-    return ms + momentum * 1e3 * (moved / device.bandwidth + 6 * device.launch_s)
 
 
 def gram_products(steps: int) -> tuple[int, int]:
@@ -403,14 +388,21 @@ class CostTable:
         return statistics.median(ratios) if ratios else 1.0
 
     def _modelled(self, key: ShapeKey, batch: int) -> float:
+        """Milliseconds of Newton-Schulz by the analytic model, with the momentum update and the
+        normalization if ``momentum``."""
         assert self.device is not None
-        return analytic_ms(self.device, key, batch, self.ns_steps, self.momentum)
+        (rows, cols, dtype), device, steps = canonical_key(key), self.device, self.ns_steps
+        ms = device.standard_ms(rows, cols, batch, steps)
+        if not device.fitted and steps > 1:
+            ms = min(ms, device.gram_ms(rows, cols, batch, steps))
+        # Momentum is read and written, the gradient read; 6 launches.
+        moved = 3 * ITEM_SIZE.get(dtype, 4) * batch * rows * cols
+        return ms + self.momentum * 1e3 * (moved / device.bandwidth + 6 * device.launch_s)
 
     def _price(self, key: ShapeKey, batch: int) -> tuple[float, str]:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
-        known = self.entries.get(canonical_key(key))
-        if known is None:
+        if (known := self.entries.get(canonical_key(key))) is None:
             if self.device is None:
                 raise PlanError(
                     f"{self.source} has no cost for {key} in a batch of {batch}, and no device to "
@@ -433,8 +425,7 @@ class CostTable:
                 origin = "derived"
             return known[batch], origin
         sizes = list(known)
-        at = bisect_left(sizes, batch)
-        if at == 0:
+        if (at := bisect_left(sizes, batch)) == 0:
             return known[sizes[0]], "estimated"
         if at == len(sizes):
             return known[sizes[-1]] / sizes[-1] * batch, "estimated"
@@ -454,8 +445,7 @@ class CostTable:
         device = self.device or ANALYTIC_DEVICES["cpu"]
         found, steps = [], self.ns_steps
         for split in (False, True):
-            known = self.slices.get((rows, cols, dtype, k, split), {})
-            if known:
+            if known := self.slices.get((rows, cols, dtype, k, split), {}):
                 ms, origin = self._between(known, batch)
             else:
                 # As much of what one owner takes as a slice has of the work, in the same form.
@@ -487,8 +477,7 @@ class CostTable:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
         names = self.kernels.get(canonical_key(key), {})
-        sizes = sorted({*names, *self.entries.get(canonical_key(key), ())})
-        if not sizes:
+        if not (sizes := sorted({*names, *self.entries.get(canonical_key(key), ())})):
             return ""
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
 
@@ -629,32 +618,29 @@ def _data_of(table: CostTable) -> dict[str, Any]:
         names = "rows", "cols", "dtype", name
         return [dict(zip(names, (*key, as_text(by)))) for key, by in sorted(of.items())]
 
-    sharing = {
-        "slices": [[*key, as_text(by)] for key, by in table.slices.items()],
-        "links": [[k, link.latency_s, link.bandwidth] for k, link in table.links.items()],
-        "ns_item": table.ns_item,
-        "sum_item": table.sum_item,
-        "contention": table.contention,
-    }
+    made: dict[str, Any] = {} if table.rates is None else {"rates": asdict(table.rates)}
+    if table.slices or table.links:
+        made |= {
+            "slices": [[*key, as_text(by)] for key, by in table.slices.items()],
+            "links": [[k, link.latency_s, link.bandwidth] for k, link in table.links.items()],
+            "ns_item": table.ns_item,
+            "sum_item": table.sum_item,
+            "contention": table.contention,
+        }
     entries = rows(table.entries, "ms")
     for key, row in zip(sorted(table.entries), entries, strict=True):
         row["derived"] = [b for b in table.entries[key] if table.origin(key, b) == "derived"]
-    rates = {} if table.rates is None else {"rates": asdict(table.rates)}
-    return (
-        rates
-        | (sharing if table.slices or table.links else {})
-        | {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "source": table.source,
-            "origin": table.entry_origin,
-            "ns_steps": table.ns_steps,
-            "momentum": table.momentum,
-            "device": None if table.device is None else asdict(table.device),
-            "entries": entries,
-            "kernels": rows(table.kernels, "kernel"),
-        }
-    )
+    return made | {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "source": table.source,
+        "origin": table.entry_origin,
+        "ns_steps": table.ns_steps,
+        "momentum": table.momentum,
+        "device": None if table.device is None else asdict(table.device),
+        "entries": entries,
+        "kernels": rows(table.kernels, "kernel"),
+    }
 
 
 def _read(path: str | os.PathLike[str], where: str) -> str:

@@ -87,8 +87,7 @@ def parse(
         raise PlanError(f"expected a JSON text, found {type(text).__name__}")
     if len(text) > most:
         raise PlanError(f"found {len(text):,} characters, expected at most {most:,}")
-    values = sum(map(text.count, ",[{"))
-    if values > _MOST_VALUES:
+    if (values := sum(map(text.count, ",[{"))) > _MOST_VALUES:
         raise PlanError(f"found about {values:,} values, expected at most {_MOST_VALUES:,}")
     try:
         how: Any = {"parse_float": number or _finite, "parse_constant": number or _finite}
@@ -100,8 +99,7 @@ def parse(
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    if len(made := dict(pairs)) < len(pairs):
         different([key for key, _ in pairs], "the keys of an object")
     return made
 

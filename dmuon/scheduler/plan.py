@@ -436,8 +436,7 @@ def units_of(
 def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: bool) -> list[Unit]:
     matrices, units = plan.specs.matrices, []
     tall = {i: one_by_one and matrices[i].rows > matrices[i].cols for i in batch.matrices}
-    alike = grouped(((groups[i], tall[i]), i) for i in batch.matrices)
-    for (group, _), members in alike.items():
+    for (group, _), members in grouped(((groups[i], tall[i]), i) for i in batch.matrices).items():
         shapes = [matrices[i].shape for i in members]
         is_mixed = len(set(shapes)) > 1
         rows, cols = sorted(shapes[0]) if is_mixed else shapes[0]
@@ -484,8 +483,7 @@ def _check_kernel(kernel: str) -> None:
 def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], world: int) -> None:
     count = Counter(i for batch in batches for i in batch.matrices)
     known = range(len(matrices))
-    wrong = [i for i in known if count[i] != 1] + [i for i in count if i not in known]
-    if wrong:
+    if wrong := [i for i in known if count[i] != 1] + [i for i in count if i not in known]:
         names = [matrices[i].name if i in known else f"#{i}" for i in wrong[:5]]
         raise PlanError(f"each matrix needs exactly one owner; this plan fails for {names}")
     for batch in batches:
@@ -494,26 +492,21 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
                 raise PlanError(f"owner {rank} is not a rank of a mesh of {world} ranks")
         if not batch.matrices or len({matrices[i].key for i in batch.matrices}) != 1:
             raise PlanError(f"a batch must hold matrices of one shape and dtype, found {batch}")
-        if batch.co_owners:
-            _check_shared(batch, matrices[batch.matrices[0]])
-        elif batch.split:
+        ranks, matrix = batch.co_owners, matrices[batch.matrices[0]]
+        if ranks and (len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner):
+            found = f"{ranks[:8]} for owner {batch.owner}"
+            raise PlanError(f"co_owners must be two ranks or more, the owner first, found {found}")
+        if len(ranks) > max(matrix.shape):
+            raise PlanError(
+                f"{matrix.name!r} has {len(ranks)} co-owners, more than its longer side "
+                f"{max(matrix.shape)} has columns: use fewer"
+            )
+        if ranks and batch.kernel.startswith("standard"):
+            found = f"its kernel is {batch.kernel!r}"
+            raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")
+        if batch.split and not ranks:
             raise PlanError(f"a batch on rank {batch.owner} is split, but has no co-owners")
         try:
             _check_kernel(batch.kernel)
         except ValueError as error:
             raise PlanError(f"a batch on rank {batch.owner} cannot be run: {error}") from None
-
-
-def _check_shared(batch: Batch, matrix: MatrixSpec) -> None:
-    ranks = batch.co_owners
-    if len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner:
-        found = f"{ranks[:8]} for owner {batch.owner}"
-        raise PlanError(f"co_owners must be two ranks or more, the owner first, found {found}")
-    if len(ranks) > max(matrix.shape):
-        raise PlanError(
-            f"{matrix.name!r} has {len(ranks)} co-owners, more than its longer side "
-            f"{max(matrix.shape)} has columns: use fewer"
-        )
-    if batch.kernel.startswith("standard"):
-        found = f"its kernel is {batch.kernel!r}"
-        raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")

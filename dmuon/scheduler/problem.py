@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -348,8 +347,7 @@ class Frontier:
 
     def choice(self, limit: int) -> Ints | None:
         """The most valuable counts within the limit, if any; not of a bounding frontier."""
-        at = int(np.searchsorted(self.cost, limit, side="right")) - 1
-        if at < 0:
+        if (at := int(np.searchsorted(self.cost, limit, side="right")) - 1) < 0:
             return None
         taken = []
         for stage in reversed(self.stages):
@@ -525,8 +523,7 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
     turn = 0
     for s in (shape_of[i] for i in order if i in shape_of):
         nbytes, at = problem.shapes[s].nbytes, bisect_left(may_own[s], turn)
-        in_turn = chain(may_own[s][at:], may_own[s][:at])
-        rank = next((r for r in in_turn if room[r] >= nbytes), None)
+        rank = next((r for r in may_own[s][at:] + may_own[s][:at] if room[r] >= nbytes), None)
         if rank is None:
             return None
         counts[rank, s] += 1

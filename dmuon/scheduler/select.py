@@ -27,7 +27,7 @@ from dmuon.scheduler.specs import (
     canonical_name,
     dtype_name,
 )
-from dmuon.types import Algorithm, DmuonError, Heads, Select, SelectionError, Splits
+from dmuon.types import Algorithm, DmuonError, Heads, Select, SelectionError, Splits, grouped
 
 _HEAD = re.compile(
     "classifier|classification_head|embed_out|lm_heads?|logits|prediction_head|qa_outputs|"
@@ -185,8 +185,7 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
         is_list = isinstance(module, ParametrizationList)
         held = model.get_submodule(f".{module_name}".rpartition(".parametrizations.")[0][1:])
         for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{module_name}.{local}" if module_name else local
-            yield full, p, held if is_list else module
+            yield f"{module_name}.{local}".removeprefix("."), p, held if is_list else module
 
 
 def _parametrized(name: str, module: nn.Module | None) -> tuple[str, str]:
@@ -370,8 +369,7 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
             )
         read = form.stored(in_out=bool(said.get("transposed", form.is_in_out)))
         dims = read.dims(len(shape))
-        dim = said.get("dim", dims[0])
-        if dim not in (*dims, *(d - len(shape) for d in dims)):
+        if (dim := said.get("dim", dims[0])) not in (*dims, *(d - len(shape) for d in dims)):
             raise SelectionError(
                 f"{where}: dim must be one of {sorted(dims)}, the dims of the matrices in "
                 f"{use.name!r} {list(shape)}, found {dim!r}"
@@ -515,11 +513,8 @@ Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
 
 def routes_of(specs: ModelSpecs) -> Routes:
     """Each matrix once: a plan has one for each of its copies."""
-    matrices: dict[int, dict[Any, MatrixSpec]] = defaultdict(dict)
-    for matrix in specs.matrices:
-        original = matrix.original
-        matrices[matrix.parameter].setdefault((original.start, original.name), original)
-    return {p.name: (p, tuple(matrices[i].values())) for i, p in enumerate(specs.parameters)}
+    found = grouped((matrix.parameter, matrix.original) for matrix in specs.matrices)
+    return {p.name: (p, tuple(dict.fromkeys(found[i]))) for i, p in enumerate(specs.parameters)}
 
 
 def collect(
@@ -646,8 +641,7 @@ def _check_selected(
     for setting, patterns in settings.items():
         for pattern in sorted(patterns.keys() - used):
             names = [p.name for p in parameters if p.algorithm is Algorithm.MUON]
-            close = ", ".join(get_close_matches(pattern, names, 3, 0.0))
             raise SelectionError(
                 f"{setting}[{pattern!r}] matches none of {len(names)} matrix parameters, such as "
-                f"{close}"
+                + ", ".join(get_close_matches(pattern, names, 3, 0.0))
             )

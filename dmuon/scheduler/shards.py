@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dmuon.scheduler.specs import Box, LocalShard, MatrixSpec, ModelSpecs, OwnerLimits, StateSizes
+from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, holds_replicas
 from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
 
@@ -109,8 +109,7 @@ class ShardMap:
 
     def counts(self, parameter: int, rank: int) -> bool:
         """True if ``rank`` holds a part of the first replica of a parameter's first copy."""
-        replica = self.shard(rank, parameter).replica
-        return rank in self.copies[parameter][0] and not any(replica)
+        return rank in self.copies[parameter][0] and not any(self.shard(rank, parameter).replica)
 
     def is_replicated(self, matrix: int) -> bool:
         """True if several ranks hold the same part of a matrix."""
@@ -214,8 +213,7 @@ def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     copies = []
     for i, p in enumerate(specs.parameters):
         ranks_of = [report.shards[i].ranks for report in reports]
-        key = tuple(map(id, ranks_of))
-        if key not in known:
+        if (key := tuple(map(id, ranks_of))) not in known:
             known[key] = _copies(p.name, ranks_of, mesh_rank)
         copies.append(known[key])
     checked = set()
@@ -227,13 +225,10 @@ def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
             if seen not in checked:
                 _check_tiling(p.name, p.shape, shards)
                 checked.add(seen)
-    matrices: list[MatrixSpec] = []
-    for matrix in specs.matrices:
-        count = len(copies[matrix.parameter])
-        matrices += [matrix.copy(n, count) for n in range(1, count + 1)]
+    each = ((matrix, len(copies[matrix.parameter])) for matrix in specs.matrices)
+    matrices = tuple(m.copy(n, count) for m, count in each for n in range(1, count + 1))
     holders = tuple(ranks for matrix in specs.matrices for ranks in copies[matrix.parameter])
-    expanded = replace(specs, matrices=tuple(matrices))
-    return ShardMap(expanded, tuple(reports), tuple(copies), holders)
+    return ShardMap(replace(specs, matrices=matrices), tuple(reports), tuple(copies), holders)
 
 
 def _copies(
@@ -242,8 +237,7 @@ def _copies(
     """Sets of ranks that each hold a copy of a parameter, from the ranks that each rank names."""
     groups = grouped((ranks, rank) for rank, ranks in enumerate(ranks_of))
     for ranks, reporters in groups.items():
-        missing = [r for r in ranks if r not in mesh_rank]
-        if missing:
+        if missing := [r for r in ranks if r not in mesh_rank]:
             raise OwnershipError(
                 f"parameter {name!r} also lies on global ranks {missing[:8]}, outside the mesh of "
                 f"{len(ranks_of)} ranks: pass a mesh of all to dmuon.dedicate_params(model, mesh)"
@@ -313,7 +307,6 @@ def evenly_sharded(
             f"expert parallelism over {ep} ranks needs stacks of experts and ranks that it "
             f"divides: found {found} on {count} ranks that shard"
         )
-
     if count % tp:
         raise PlanError(
             f"tensor parallelism over {tp} ranks needs ranks that it divides: found {count} that "

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from operator import add
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from dmuon.scheduler.costs import CostTable, Rates
 from dmuon.scheduler.shards import is_back
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology, layer_of
-from dmuon.types import Algorithm, PlanError
+from dmuon.types import Algorithm, Layout, PlanError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 DEVICE, INSIDE, ACROSS = "device", "inside nodes", "across nodes"
@@ -63,14 +62,12 @@ class Group(NamedTuple):
     near: int
 
     @classmethod
-    def along(cls, topology: Topology, axes: Iterable[int]) -> Group:
+    def along(cls, topology: Topology, axes: Collection[int]) -> Group:
         """The ranks along these axes of a mesh that the first rank is one of."""
-        some = {*axes}
         grid = np.arange(topology.world).reshape(topology.shape)
-        at = tuple(slice(None) if i in some else 0 for i in range(grid.ndim))
-        members = np.ravel(grid[at])
-        first = topology.node(int(members[0]))
-        return cls(len(members), sum(topology.node(int(r)) == first for r in members))
+        members = grid[tuple(slice(None) if i in axes else 0 for i in range(grid.ndim))]
+        nodes = [topology.node(rank) for rank in members.ravel().tolist()]
+        return cls(len(nodes), nodes.count(nodes[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +129,8 @@ def direct(
         is_near = node == node[rank]
         is_near[rank] = False
         for way, values in enumerate((others, came[rank])):
-            total = values.sum() - values[rank]
             inside = values[is_near].sum()
-            ports[:, way, rank] = inside, total - inside
+            ports[:, way, rank] = inside, values.sum() - values[rank] - inside
     ports = ports[:, :, alike.astype(int)]
     across = float(ports[1].max())
     if is_shared:
@@ -192,8 +188,7 @@ class Machine:
             network = device.network if nic else _UNLIMITED
             return cls(costs.rates, _UNLIMITED, network, True, is_shared=is_shared)
         bandwidth, call_s = device.bandwidth, _DISPATCH_S + device.launch_s
-        rates = Rates(device.flops, bandwidth, bandwidth, call_s, _TURN_S, 0.0)
-        found = costs.rates or rates
+        found = costs.rates or Rates(device.flops, bandwidth, bandwidth, call_s, _TURN_S, 0.0)
         return cls(found, device.link, device.network, False, _BASE_S, _HOP_S, is_shared)
 
     def ms(self, exchange: Exchange) -> float:
@@ -277,13 +272,15 @@ class Run:
         self._handling[number] = self.machine.handling_ms(exchange)
         return number
 
-    def wait(self, number: int) -> None:
-        """The device goes on when a collective has ended; its part in that takes time anyway."""
-        sent = self.spans[number]
-        begin, busy = self.now, self.now + self._handling.pop(number, 0.0)
-        self.now = np.maximum(busy, sent.end)
-        if (self.now > begin).any():
-            self._note(f"wait: {sent.name}", sent.kind, DEVICE, begin, self.now, number)
+    def wait(self, *numbers: int) -> None:
+        """The device goes on when these collectives have ended, one after the other; its part in
+        them takes time anyway."""
+        for number in numbers:
+            sent = self.spans[number]
+            begin, busy = self.now, self.now + self._handling.pop(number, 0.0)
+            self.now = np.maximum(busy, sent.end)
+            if (self.now > begin).any():
+                self._note(f"wait: {sent.name}", sent.kind, DEVICE, begin, self.now, number)
 
     def exchange(self, name: str, exchange: Exchange) -> None:
         if exchange:
@@ -482,29 +479,16 @@ class Work:
     ns_item: int
 
 
-class Around(Enum):
-    """Who moves weights and gradients: a framework, or dmuon in one of the layouts whose owners
-    keep momentum."""
-
-    FSDP2 = "FSDP2"
-    DDP = "DDP"
-    REDUCED = "reduce_to_owner"
-    DEDICATED = "dedicated"
-
-    @property
-    def keeps_state_at_owners(self) -> bool:
-        return self in (Around.REDUCED, Around.DEDICATED)
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All of a training step, with the collectives of whoever is ``around`` the model. ``slots``:
+    """All of a training step, with the collectives of whoever is ``around`` the model and moves
+    weights and gradients: by the layout FSDP2, DDP, or dmuon where owners keep momentum. ``slots``:
     buckets under way at once. ``uneven``: what the busiest owner of a layer sends of it, relative
     to the mean. ``is_late``: publish="async". ``shards_rest``: in `dedicated` FSDP2 has what AdamW
     updates."""
 
     machine: Machine
-    around: Around
+    around: Layout
     blocks: Sequence[Block]
     groups: Groups
     load: Load
@@ -520,69 +504,63 @@ class Job:
     @property
     def waits(self) -> bool:
         """Whether each of the framework's collectives is waited for at once."""
-        return self.machine.is_cpu and self.around is Around.FSDP2
+        return self.machine.is_cpu and self.around is Layout.SHARDED
 
     def collective(
         self, purpose: str, op: str, nbytes: float, group: Group, *, direct: bool = False
     ) -> Exchange:
         """``direct``: by messages on gloo, as dmuon does it."""
-        is_gloo = self.machine.is_cpu
-        op = "all_to_all" if direct and is_gloo else op
-        return collective(purpose, op, nbytes, group, is_gloo=is_gloo)
+        op = "all_to_all" if direct and self.machine.is_cpu else op
+        return collective(purpose, op, nbytes, group, is_gloo=self.machine.is_cpu)
 
     def gathers(self, block: Block) -> list[Exchange]:
         """Of a block's weights, before it runs."""
-        groups = self.groups
-        if self.around is Around.DEDICATED:
+        groups, found = self.groups, list[Exchange]()
+        if self.around is Layout.DEDICATED:
             owned, of = sum(block.weights) - block.rest, groups.shards
             rest = block.rest * (self.shards_rest and not self.machine.is_cpu)
             own = self.collective("weights", "all_gather", owned, of, direct=True) * self.uneven
             found = [own, self.collective("FSDP all-gather", "all_gather", rest, of)]
-            return [each for each in found if each]
-        if self.around is not Around.FSDP2:
-            return []
-        both = zip(block.weights, (groups.shards, groups.experts))
-        every = (self.collective("FSDP all-gather", "all_gather", n, group) for n, group in both)
-        return [each for each in every if each]
+        elif self.around is Layout.SHARDED:
+            both = zip(block.weights, (groups.shards, groups.experts))
+            found = [self.collective("FSDP all-gather", "all_gather", n, of) for n, of in both]
+        return [each for each in found if each]
 
     def reductions(self, block: Block) -> list[Exchange]:
         """Of its gradients."""
         groups, whole, make = self.groups, sum(block.gradients), self.collective
-        if self.around is Around.DDP:
+        if self.around is Layout.REPLICATED:
             every = [make("DDP all-reduce", "all_reduce", whole, groups.world)]
-        elif self.around is Around.FSDP2:
+        elif self.around is Layout.SHARDED:
             both = [*zip(block.gradients, (groups.shards, groups.experts))]
             every = [make("FSDP reduce-scatter", "reduce_scatter", n, of) for n, of in both]
             shards = [(n / of.ranks, groups.replicas) for n, of in both]
             every += [make("HSDP all-reduce", "all_reduce", n, of) for n, of in shards]
         else:  # matrices' to owners, and those of the rest to all, or to shards
             rest = whole * block.rest / (sum(block.weights) or 1)
-            of, is_cut = groups.world, self.around is Around.DEDICATED and self.shards_rest
-            if self.around is Around.DEDICATED:
-                of = groups.shards
-            every = [
-                make("gradients", "reduce_scatter", whole - rest, of, direct=True) * self.uneven
-            ]
+            of = groups.shards if self.around is Layout.DEDICATED else groups.world
+            is_cut = self.around is Layout.DEDICATED and self.shards_rest
+            own = make("gradients", "reduce_scatter", whole - rest, of, direct=True) * self.uneven
+            every = [own]
             if not (is_cut and self.machine.is_cpu):  # see `of_rest`
                 op = "reduce_scatter" if is_cut else "all_reduce"
                 every.append(make("gradients of the rest", op, rest, of))
-            if self.around is Around.DEDICATED:
+            if self.around is Layout.DEDICATED:
                 share = rest / of.ranks if is_cut else rest
                 every.append(make("HSDP all-reduce", "all_reduce", share, groups.replicas))
         return [each for each in every if each]
 
     def to_owners(self, block: Block) -> Exchange:
         """In "dedicated" with replicas, after backward: gradients from holders to owners."""
-        whole = sum(block.gradients) * (self.around is Around.DEDICATED)
+        whole = sum(block.gradients) * (self.around is Layout.DEDICATED)
         owned = whole * (1 - block.rest / (sum(block.weights) or 1)) / self.groups.shards.ranks
         purpose = "gradients across replicas"
         return self.collective(purpose, "reduce_scatter", owned, self.groups.replicas, direct=True)
 
     def of_rest(self, block: Block, op: str) -> Exchange:
         """FSDP2's own collective in "dedicated" on gloo, where it is waited for."""
-        nbytes = block.rest * (self.around is Around.DEDICATED and self.shards_rest)
-        nbytes *= self.machine.is_cpu
-        return self.collective(f"FSDP {op}", op, nbytes, self.groups.shards)
+        waits = self.around is Layout.DEDICATED and self.shards_rest and self.machine.is_cpu
+        return self.collective(f"FSDP {op}", op, block.rest * waits, self.groups.shards)
 
     def to_holders(self, block: Block) -> Exchange:
         """In "dedicated" with replicas, what owners publish of a block, in the kept dtype."""
@@ -617,7 +595,7 @@ class Model:
 
     def _copies(self, nbytes: float) -> None:
         """Into and out of the buffers of FSDP2's collectives."""
-        if self.job.around is Around.FSDP2 and self.job.groups.shards.ranks > 1:
+        if self.job.around is Layout.SHARDED and self.job.groups.shards.ranks > 1:
             ms = self.run.machine.passes_ms(2 * nbytes, new=True)
             self.run.compute("buffers", "copies of FSDP", ms, 4)
 
@@ -625,8 +603,7 @@ class Model:
         return [self.run.send(block.name, each) for each in self.job.gathers(block)]
 
     def _arrive(self, block: Block, sent: Iterable[int]) -> None:
-        for number in sent:
-            self.run.wait(number)
+        self.run.wait(*sent)
         self._copies(sum(block.weights))
 
     def _reduce(self, block: Block) -> list[int]:
@@ -645,8 +622,7 @@ class Model:
             arriving = self._gather(block) if self.job.waits else following
             if not self.job.waits:
                 following = self._gather(layers[n + 1][1]) if n + 1 < len(layers) else []
-            for number in self.late.pop(i, ()) if kind == "forward" else ():
-                self.run.wait(number)
+            self.run.wait(*(self.late.pop(i, ()) if kind == "forward" else ()))
             self._arrive(block, arriving)
             self.run.exchange(f"{block.name} rest", self.job.of_rest(block, "all_gather"))
             self._compute(block, kind)
@@ -667,16 +643,14 @@ class Model:
         sent, gathered, nothing = list[int](), Block("gradients"), Block("gradients")
         for block in self._through([*enumerate(layers)][::-1], "backward"):
             gathered += replace(block, name="")
-            is_bucketed = self.job.around in (Around.DDP, Around.REDUCED)
+            is_bucketed = self.job.around in (Layout.REPLICATED, Layout.REDUCED)
             if not is_bucketed or sum(gathered.gradients) >= _DDP_BUCKET:
                 sent += self._reduce(replace(gathered, name=block.name))
                 gathered = nothing
         sent += self._reduce(gathered + root)
-        for number in sent:
-            self.run.wait(number)
+        self.run.wait(*sent)
         across = [self.run.send(b.name, each) for b in layers if (each := self.job.to_owners(b))]
-        for number in across:
-            self.run.wait(number)
+        self.run.wait(*across)
 
 
 # ---- optimizers --------------------------------------------------------------------------
@@ -692,22 +666,13 @@ def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int
     run.compute(name, "elementwise", run.machine.passes_ms(nbytes), times * calls)
 
 
-def _clip(run: Run, job: Job) -> None:
-    if job.clips:
-        _passes(run, job, "norm", _NORM, job.work.matrices + job.work.adamw)
-        run.exchange("clipping", replace(job.verdict, purpose="clipping"))
-
-
 def adamw(run: Run, job: Job, model: Model) -> None:
     """AdamW on everything; foreach, or fused."""
-    _clip(run, job)
-    elements = job.work.matrices + job.work.adamw
-    _passes(run, job, "AdamW", _ADAMW, elements)
+    _passes(run, job, "AdamW", _ADAMW, job.work.matrices + job.work.adamw)
 
 
 def full_step(run: Run, job: Job, model: Model) -> None:
     """Muon, momentum with parameters: `ParamsEngine._full_step`."""
-    _clip(run, job)
     _passes(run, job, "operands", _OPERAND, job.work.matrices)
     _Pipelined(run, job).run(run.send("verdict", job.verdict), model)
 
@@ -790,7 +755,6 @@ class _Pipelined:
 def block_step(run: Run, job: Job, model: Model) -> None:
     """MuonBP's block step: no traffic."""
     work, (ms, batches) = job.work, job.work.blocks
-    _clip(run, job)
     _passes(run, job, "operands", _OPERAND, work.matrices)
     _passes(run, job, "momentum", _COMMIT, work.matrices)
     run.compute("blocks", "Newton-Schulz", ms, _UNIT_CALLS * float(batches.max()))
@@ -801,7 +765,6 @@ def block_step(run: Run, job: Job, model: Model) -> None:
 def owners_step(run: Run, job: Job, model: Model) -> None:
     """Muon, momentum with owners, whose prices include it. In `reduced` each owner's updates leave
     in one broadcast per bucket."""
-    _clip(run, job)
     run.exchange("verdict", job.verdict)
     sent = []
     for b, bucket in enumerate(job.buckets):
@@ -810,7 +773,7 @@ def owners_step(run: Run, job: Job, model: Model) -> None:
             sent.append(run.send(f"updates {b}", bucket.scatter))
         else:  # its weights lie here
             _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
-    if job.around is Around.DEDICATED:
+    if job.around is Layout.DEDICATED:
         for i, block in enumerate(job.blocks[1:]):
             if published := job.to_holders(block):
                 model.late[i].append(run.send(f"{block.name} to holders", published))
@@ -824,8 +787,7 @@ def redundant_step(run: Run, job: Job, model: Model) -> None:
     """Every rank orthogonalizes everything: `torch.optim.Muon`, after DDP or, where weights are
     sharded, after an all-gather of each momentum in turn ("gather-then-compute")."""
     (ms, count), work = job.work.every, job.work
-    _clip(run, job)
-    each = work.ns_item * work.whole / max(1, count) * (job.around is Around.FSDP2)
+    each = work.ns_item * work.whole / max(1, count) * (job.around is Layout.SHARDED)
     parts = (each / job.load.tp, job.groups.shards), (each, job.groups.tp)
     gathered = [job.collective("momentum", "all_gather", *part) for part in parts]
     for _ in range(count):
@@ -873,6 +835,9 @@ def simulate(job: Job, program: Program | None = None) -> Step:
         model.forward()
         model.backward()
         begin = float(run.now.max())
+        if job.clips:
+            _passes(run, job, "norm", _NORM, job.work.matrices + job.work.adamw)
+            run.exchange("clipping", replace(job.verdict, purpose="clipping"))
         (program or own)(run, job, model)
     end = float(run.now.max())
     return Step(end - since, end - begin, run, since)

@@ -164,11 +164,9 @@ def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
         return plain
     if len({c.allowed for c in problem.classes}) > 1:
         plain = replace(plain, counts=_by_domain(problem, plain.counts, budget))
-    simpler = relaxed(problem)
-    if simpler is problem:
+    if (simpler := relaxed(problem)) is problem:
         return _solved(problem, plain, budget)
-    start = greedy(simpler, [], budget.spent)
-    if start is None:
+    if (start := greedy(simpler, [], budget.spent)) is None:
         return plain
     found = _solved(simpler, replace(plain, counts=start), budget)
     bound = min(found.bound, problem.makespan(plain.counts))
@@ -196,8 +194,7 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
     few = len(problem.shapes) <= columns.MOST_SHAPES
     few = few and len(problem.classes) <= columns.MOST_CLASSES
     if best.bound < problem.makespan(best.counts) and few:
-        engines = available_engines()
-        if not engines:
+        if not (engines := available_engines()):
             notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
         for name in engines:
             search = Columns(problem, name, budget, best.counts, best.bound, best.proof.dual)
@@ -266,10 +263,8 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     for domain, share in zip(domains, _shares(problem, domains), strict=True):
         mine = [owner.ranks if owner in domain else () for owner in problem.classes]
         parts.append(problem.part(mine, share))
-        part = parts[-1][0]
-        if part not in found:
-            start = greedy(part, [], budget.spent)
-            if start is None:
+        if (part := parts[-1][0]) not in found:
+            if (start := greedy(part, [], budget.spent)) is None:
                 return counts  # shares do not look at memory
             found[part] = start
     for _ in range(_MOST_DOMAINS):

@@ -90,8 +90,7 @@ class Box:
             meet = (start - its_start) % min(step, its_step) == 0
             low, step = max(start, its_start), max(step, its_step)
             low += (first - low) % step
-            size = max(0, -((low - min(end, its_end)) // step)) if meet else 0
-            dims.append((low, size, step))
+            dims.append((low, max(0, -((low - min(end, its_end)) // step)) if meet else 0, step))
         return Box(*zip(*dims))
 
     def reaches(self, index: tuple[int, ...]) -> bool:
@@ -256,8 +255,7 @@ class ModelSpecs:
     frozen: tuple[ParameterSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = Counter(p.name for p in self.parameters + self.frozen)
-        for name, times in names.items():
+        for name, times in Counter(p.name for p in self.parameters + self.frozen).items():
             if times > 1:
                 raise PlanError(f"found two parameters named {name!r}, expected one")
         for matrix in self.matrices:
@@ -310,11 +308,9 @@ class OwnerLimits:
         lengths = dict.fromkeys(("fixed_ms", "fixed_bytes"), (world, "ranks"))
         lengths |= dict.fromkeys(("domain_of", "matrix_bytes"), (matrices, "matrices"))
         for name, (count, what) in lengths.items():
-            values = getattr(self, name)
-            if values and len(values) != count:
+            if (values := getattr(self, name)) and len(values) != count:
                 raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {count} {what}")
-            wrong = [v for v in values if what == "ranks" and not 0 <= v <= _MOST_FIXED]
-            if wrong:
+            if wrong := [v for v in values if what == "ranks" and not 0 <= v <= _MOST_FIXED]:
                 raise PlanError(
                     f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
                 )

@@ -130,10 +130,8 @@ class Topology:
         >>> Topology.flat(5, ranks_per_node=2).slots()
         ((0, 1), (2, 3), (4,))
         """
-        rows: list[list[int]] = [[] for _ in range(self.nodes)]
-        for rank in range(self.world):
-            rows[self.node(rank)].append(rank)
-        return tuple(map(tuple, rows))
+        rows = grouped((self.node(rank), rank) for rank in range(self.world))
+        return tuple(tuple(rows[node]) for node in range(self.nodes))
 
     def owner_order(self) -> tuple[int, ...]:
         """All ranks, so that consecutive ones share neither a node nor a column, as
@@ -175,8 +173,7 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 def local_world_size() -> int | None:
     """The number of ranks per node that ``torchrun`` tells its processes; None without torchrun.
     DmuonError if it is no positive integer."""
-    text = os.environ.get("LOCAL_WORLD_SIZE")
-    if text is None:
+    if (text := os.environ.get("LOCAL_WORLD_SIZE")) is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise DmuonError(
@@ -313,8 +310,7 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
         held[layer, position] += 1
         positions[i] = position
 
-    members = grouped((shape, i) for i, (shape, _) in enumerate(matrices))
-    for same in members.values():
+    for same in grouped((shape, i) for i, (shape, _) in enumerate(matrices)).values():
         for at, i in enumerate(same):
             layer, mine = layers[i], positions[i]
             if not layer or held[layer, mine] < 2 or owners[layer] == most[layer]:

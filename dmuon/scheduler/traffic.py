@@ -127,8 +127,7 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
     links = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
     first = np.zeros(mesh.world)
     for (shape, box, long, j, count, domain, replica), owners in owned.items():
-        members = np.array(domains[domain] if domain >= 0 else range(mesh.world))
-        if len(members) == 1:
+        if len(members := np.array(domains[domain] if domain >= 0 else range(mesh.world))) == 1:
             continue
         among = members[mesh.replica[members] == replica]
         pieces = np.zeros(mesh.world)
@@ -162,8 +161,7 @@ def _pieces(
         return np.full(among, rest / among)
     begin, end = (low, high) if long == 0 else (box.offset[0], box.ends[0])
     edges = np.minimum(np.arange(among + 1) * -(-shape[0] // among), shape[0])
-    rows = np.diff(np.clip(edges, begin, end))
-    return rows * (rest / (end - begin))
+    return np.diff(np.clip(edges, begin, end)) * (rest / (end - begin))
 
 
 def _broadcast(mesh: _Mesh, item: int) -> Iterator[Flow]:

@@ -194,8 +194,7 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table or JSON; 1 if anything differs."""
-    worlds = sorted({job.case.world for job in _jobs(args)})
-    if not worlds:
+    if not (worlds := sorted({job.case.world for job in _jobs(args)})):
         raise DmuonError(
             f"--nproc {args.nproc} leaves no mesh to check with --layout {args.layout}: give 2 or "
             "more, or leave it out"

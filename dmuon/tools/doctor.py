@@ -108,8 +108,7 @@ def _launcher(own: devices.Device) -> str:
 def _newton_schulz(own: devices.Device) -> str:
     dtype, why = own.ns_dtype(), "the fastest that is accurate enough"
     if own.is_cpu:
-        speed = "slow" if dtype is torch.float32 else "fast"
-        why = f"bfloat16 products are {speed} here (timed)"
+        why = f"bfloat16 products are {'slow' if dtype is torch.float32 else 'fast'} here (timed)"
     return f"{str(dtype).removeprefix('torch.')} on {own.device}: {why}"
 
 

@@ -86,8 +86,7 @@ class EquivalenceRow:
         allowed = f"{self.tolerance:.1e} {self.criterion.removeprefix('of an ')}"
         numbers = f"{self.difference:.1e}", f"{self.yardstick:.1e}", allowed
         bits = {None: "", True: "yes", False: "NO"}[self.bitwise]
-        verdict = "equal" if self.passed else "DIFFERS"
-        return [where, short, str(self.seed), *numbers, bits, verdict]
+        return [where, short, str(self.seed), *numbers, bits, "equal" if self.passed else "DIFFERS"]
 
 
 _HEADINGS = (
@@ -388,8 +387,7 @@ class _Trial:
         for (p, moved), total, in_turn, dtype in zip(weights, sums, rounded, self.roundings.each):
             if total is not None and in_turn is not None:
                 p.grad = (total / count).to(p.dtype)
-                mean = in_turn.to(total.dtype) / count
-                moved.grad = _moved(mean, dtype, generator).to(p.dtype)
+                moved.grad = _moved(in_turn.to(total.dtype) / count, dtype, generator).to(p.dtype)
         return losses
 
     def _see(
@@ -413,10 +411,9 @@ class _Trial:
         matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
         updates = self.reference.updates, self.moved.updates
         for matrix, theirs, moved in zip(matrices, *updates, strict=True):
-            where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
             ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
-            self._see("published", where, ours, theirs, moved)
+            self._see("published", f"update of {matrix.name} at step {step}", ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -425,8 +422,7 @@ class _Trial:
             after = [whole_tensor(p).clone() for p in self.parameters]
         if step >= 0:
             for name, i, view in self.pieces:
-                ours = view(after[i])
-                if not ours.numel():
+                if not (ours := view(after[i])).numel():
                     continue
                 where = f"{name} at step {step}"
                 theirs, moved = (view(side.weights[i]) for side in (self.reference, self.moved))
@@ -566,8 +562,7 @@ class _Roundings:
 
 
 def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
-    by_name = dict(trainable_parameters(model))
-    return [by_name[name] for name in names]
+    return [*map(dict(trainable_parameters(model)).__getitem__, names)]
 
 
 @torch.no_grad()

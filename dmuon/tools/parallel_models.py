@@ -73,8 +73,7 @@ class _Experts(nn.Module):
         if mesh is not None:
             x, gates = (_moved(t, mesh, Shard(0), Replicate(), Partial()) for t in (x, gates))
             gates = gates.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
-        hidden = F.gelu(torch.einsum("ti,ehi->teh", x, w1))
-        y = torch.einsum("teh,eih,te->ti", hidden, w2, gates)
+        y = torch.einsum("teh,eih,te->ti", F.gelu(torch.einsum("ti,ehi->teh", x, w1)), w2, gates)
         # FSDP2 warns of a module that returns a view.
         return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0)).clone()
 

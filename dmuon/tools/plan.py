@@ -41,8 +41,7 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
     """A reader of finite numbers above zero, for ``type=`` of an option."""
 
     def read(text: str) -> int | float:
-        value = number(text)
-        if not 0 < value < math.inf:
+        if not 0 < (value := number(text)) < math.inf:
             raise ArgumentTypeError(f"must be positive, found {text}")
         return value
 
@@ -108,8 +107,7 @@ def mesh_shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,7}", text.strip(), re.IGNORECASE):
         raise ArgumentTypeError(f"{text!r} is no mesh: give sizes with an x between them: 4x8")
     shape = tuple(int(size) for size in text.lower().split("x"))
-    world = math.prod(shape)
-    if not 1 <= world <= MAX_RANKS:
+    if not 1 <= (world := math.prod(shape)) <= MAX_RANKS:
         raise ArgumentTypeError(f"{text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
     return shape
 
@@ -123,8 +121,7 @@ def memory_bytes(text: str) -> int:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
     unit = (1024 if match[5] else 1000) ** " KMGT".index(match[4] or " ")
-    size = int(Fraction(match[1]) * unit)
-    if size < 1:
+    if (size := int(Fraction(match[1]) * unit)) < 1:
         raise ArgumentTypeError(f"{text} is less than a byte")
     return size
 
@@ -242,8 +239,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
         if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
             b, m, n = unit.shape
             is_alone = layout.keeps_state_at_owners or shards.is_local(unit.matrices[0])
-            more = m * n * (1 + is_alone)
-            numel = b * (more + 4 * min(m, n) ** 2)
+            numel = b * (m * n * (1 + is_alone) + 4 * min(m, n) ** 2)
             kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {
         "weights": adamw + weights + frozen, "gradients": adamw + gradients, "momentum": state,
@@ -411,7 +407,8 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if certificate.ok and certificate.proven else 1
 
 
-def _check_combination(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    """Plan, compare or verify; 1 if a certificate does not hold."""
     names = ("mesh", "solver", "json", "html", "save")
     given = [f"--{name}" for name in names if getattr(args, name) is not None]
     given += ["--compare"] * args.compare
@@ -423,11 +420,6 @@ def _check_combination(args: argparse.Namespace) -> None:
     for path in (args.json, args.html, args.save):
         if path not in (None, "-"):
             check_writable(path)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; 1 if a certificate does not hold."""
-    _check_combination(args)
     if args.verify is not None:
         return _verify(args)
     return _compare(args) if args.compare else _plan(args)

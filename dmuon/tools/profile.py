@@ -174,13 +174,11 @@ def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, fl
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
     """The matrices to measure for: the model's, or enough of each shape for every batch size."""
     if args.model is not None:
-        matrices = model_specs(args.model, args.dtype).matrices
-        if not matrices:
+        if not (matrices := model_specs(args.model, args.dtype).matrices):
             raise PlanError(f"--model {args.model} has no matrices")
         cut = [replace(m, rows=-(-m.rows // n)) for n in args.blocks for m in matrices]
         return [matrix.key for matrix in (*matrices, *cut)]
-    dtype = args.dtype or "float32"
-    if dtype not in ITEM_SIZE:
+    if (dtype := args.dtype or "float32") not in ITEM_SIZE:
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
     return [(*shape, dtype) for shape in parse_shapes(args.shapes) for _ in range(args.max_batch)]
 

@@ -23,33 +23,11 @@ from dmuon.comm.buckets import cut_buckets, publish_buckets
 from dmuon.comm.routes import BucketRoute, bucket_route
 from dmuon.config import BATCH_BYTES, BUCKET_BYTES, ReplicatedOptions, ShardedOptions
 from dmuon.report.render import grid, percent, printed
+from dmuon.scheduler import simulate as sim
 from dmuon.scheduler.costs import CostTable, largest_batch
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
-from dmuon.scheduler.simulate import (
-    ACROSS,
-    DEVICE,
-    INSIDE,
-    Around,
-    Bucket,
-    Exchange,
-    Floats,
-    Group,
-    Groups,
-    Job,
-    Load,
-    Machine,
-    Step,
-    Work,
-    adamw,
-    block_step,
-    blocks_of,
-    collective,
-    direct,
-    redundant_step,
-    simulate,
-)  # fmt: skip
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
 from dmuon.tools.plan import (
@@ -67,7 +45,7 @@ from dmuon.types import KernelChoice, Layout, PlanError
 
 _MOST_CLASSES, _LOOKED_AT = 256, 300_000  # of ranks; routes of matrices, in all
 _MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
-_NOTHING = Exchange("", 0, 0, 0.0, 0.0, 0.0)
+_NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
 
 
 # ---- from a plan to what travels ---------------------------------------------------------
@@ -99,21 +77,21 @@ class Routes:
         """One of each class."""
         return sorted({*self.alike.tolist()})
 
-    def each(self, value: Callable[[int], float]) -> Floats:
+    def each(self, value: Callable[[int], float]) -> sim.Floats:
         """A value of a rank of each class."""
         return np.array([value(rank) for rank in self.ranks], float)
 
-    def buckets(self, machine: Machine) -> list[Bucket]:
+    def buckets(self, machine: sim.Machine) -> list[sim.Bucket]:
         return [self._bucket(members, machine) for members in self.cuts]
 
-    def _bucket(self, members: Sequence[int], machine: Machine) -> Bucket:
+    def _bucket(self, members: Sequence[int], machine: sim.Machine) -> sim.Bucket:
         routes = {r: bucket_route(self.shards, self.units, members, r) for r in self.ranks}
         firsts = (
             self.units[u] for u in members if self.units[u].owner == self.units[u].first_owner
         )
         matrices = [i for unit in firsts for i in unit.matrices]
         owned = {r: [self.units[u] for u in route.units] for r, route in routes.items()}
-        return Bucket(
+        return sim.Bucket(
             *self._exchanges(routes, machine),
             ms=self.each(lambda r: sum(unit.ms for unit in owned[r])),
             units=self.each(lambda r: len(owned[r])),
@@ -122,20 +100,22 @@ class Routes:
         )
 
     def _exchanges(
-        self, routes: Mapping[int, BucketRoute], machine: Machine
-    ) -> tuple[Exchange, Exchange, Exchange]:
+        self, routes: Mapping[int, BucketRoute], machine: sim.Machine
+    ) -> tuple[sim.Exchange, sim.Exchange, sim.Exchange]:
         """The gather, scatter and replication of a bucket. What `Transport.all_gather` sends goes
         by messages on gloo, and in rings elsewhere."""
         topology, world = self.plan.topology, self.shards.world
         node = np.array([topology.node(rank) for rank in range(world)])
-        made = partial(direct, alike=self.alike, node=node, is_shared=machine.is_shared)
+        made = partial(sim.direct, alike=self.alike, node=node, is_shared=machine.is_shared)
 
-        def nbytes(splits: Sequence[int]) -> Floats:
+        def nbytes(splits: Sequence[int]) -> sim.Floats:
             return self.item * np.array(splits, float)
 
-        def ring(purpose: str, whole: float, ranks: Sequence[int]) -> Exchange:
+        def ring(purpose: str, whole: float, ranks: Sequence[int]) -> sim.Exchange:
             near = int((node[[*ranks]] == node[ranks[0]]).sum())
-            return collective(purpose, "all_gather", whole, Group(len(ranks), near), is_gloo=False)
+            return sim.collective(
+                purpose, "all_gather", whole, sim.Group(len(ranks), near), is_gloo=False
+            )
 
         if all(route.everywhere for route in routes.values()):  # each owner's share to all
             shares = nbytes(next(iter(routes.values())).came.splits)
@@ -159,33 +139,30 @@ class Routes:
             replicated = max(rings, key=lambda each: each.sent)
         return made("gather", held, owned), made("scatter", owned, held), replicated
 
-    def published(self, is_gloo: bool) -> list[Bucket]:
+    def published(self, is_gloo: bool) -> list[sim.Bucket]:
         """What owners compute and, in `reduced`, publish in broadcasts: the n-th of each owner."""
         plan, size = self.plan, ReplicatedOptions().publish_bucket_bytes
-        world = Group.along(plan.topology, range(len(plan.topology.shape)))
+        world = sim.Group.along(plan.topology, range(len(plan.topology.shape)))
         of_owner: dict[int, list[list[Unit]]] = defaultdict(list)
         for owner, members in publish_buckets(self.units, size, self.item):
             of_owner[owner].append([self.units[u] for u in members])
-        return [
-            self._published(
-                {owner: mine[n] for owner, mine in of_owner.items() if n < len(mine)},
-                world,
-                is_gloo,
-            )
-            for n in range(max(map(len, of_owner.values()), default=0))
-        ]
+        most = max(map(len, of_owner.values()), default=0)
+        turns = ({o: mine[n] for o, mine in of_owner.items() if n < len(mine)} for n in range(most))
+        return [self._published(turn, world, is_gloo) for turn in turns]
 
-    def _published(self, turn: Mapping[int, list[Unit]], world: Group, is_gloo: bool) -> Bucket:
+    def _published(
+        self, turn: Mapping[int, list[Unit]], world: sim.Group, is_gloo: bool
+    ) -> sim.Bucket:
         numel = {owner: sum(unit.numel for unit in mine) for owner, mine in turn.items()}
         every, scatter = float(sum(numel.values())), _NOTHING
         if self.plan.layout is Layout.REDUCED:
             nbytes = self.item * every
-            scatter = collective("updates", "all_gather", nbytes, world, is_gloo=is_gloo)
+            scatter = sim.collective("updates", "all_gather", nbytes, world, is_gloo=is_gloo)
             if is_gloo:  # trees: bytes leave their owner, and then others, one owner at a time
                 depth = math.ceil(math.log2(max(2, world.ranks)))
                 across = depth * nbytes * (scatter.across > 0)
                 scatter = replace(scatter, turns=depth * len(turn), across=across)
-        return Bucket(
+        return sim.Bucket(
             _NOTHING, scatter, _NOTHING,
             ms=self.each(lambda r: sum(unit.ms for unit in turn.get(r, ()))),
             units=self.each(lambda r: len(turn.get(r, ()))),
@@ -224,8 +201,7 @@ def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tupl
     """Newton-Schulz of all blocks that a rank holds: ms, and in how many batches."""
     kinds = Counter[tuple[int, int, str]]()
     for i, matrix in enumerate(shards.specs.matrices):
-        box = shards.piece(i, rank).box
-        if box.numel:
+        if (box := shards.piece(i, rank).box).numel:
             m, n = sorted(matrix.form.matrix_shape(box.shape))
             kinds[m, n, matrix.dtype] += 1
     ms, batches = 0.0, 0
@@ -248,52 +224,45 @@ def _unevenness(plan: OwnershipPlan, places: int) -> float:
     return float(np.mean([places * max(of.values()) / sum(of.values()) for of in pairs]))
 
 
-def _groups(plan: OwnershipPlan, ep: int, tp: int) -> Groups:
+def _groups(plan: OwnershipPlan, ep: int, tp: int) -> sim.Groups:
     """FSDP2 shards over all axes but those of replicas, tp and, of experts, ep, the innermost."""
     topology = plan.topology
     every = range(len(topology.shape))
     axes = [i for i in every if holds_replicas(topology.axes[i])]
     if plan.layout is Layout.DEDICATED:
         axes = [*every[:-1]]
-    world, replicas = Group.along(topology, every), Group.along(topology, axes)
-    shards = Group.along(topology, [i for i in every if i not in axes])
-
-    def inner(n: int) -> Group:
-        return Group(n, min(n, topology.columns))
-
-    def outer(n: int) -> Group:
-        return Group(shards.ranks // n, max(1, shards.near // n))
-
-    return Groups(world, outer(tp), outer(ep), replicas, inner(ep), inner(tp))
+    world, replicas = sim.Group.along(topology, every), sim.Group.along(topology, axes)
+    shards = sim.Group.along(topology, [i for i in every if i not in axes])
+    ordinary, experts = (sim.Group(shards.ranks // n, max(1, shards.near // n)) for n in (tp, ep))
+    inner = (sim.Group(n, min(n, topology.columns)) for n in (ep, tp))
+    return sim.Groups(world, ordinary, experts, replicas, *inner)
 
 
 def job_of(
     plan: OwnershipPlan,
     shards: ShardMap,
     costs: CostTable,
-    machine: Machine,
-    load: Load,
+    machine: sim.Machine,
+    load: sim.Load,
     options: ShardedOptions | None = None,
     **how: bool,
-) -> Job:
+) -> sim.Job:
     """All that a training step of this plan is made of; ``costs`` price blocks, too, and ``how``
     goes to `Job`."""
     specs, layout = plan.specs, plan.layout
     kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
     ns_item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
-    if options is None:
-        size = ReplicatedOptions().publish_bucket_bytes
-        is_replicated = layout is Layout.REPLICATED
-        options = ShardedOptions(bucket_bytes=size) if is_replicated else ShardedOptions()
+    if options is None and layout is Layout.REPLICATED:
+        options = ShardedOptions(bucket_bytes=ReplicatedOptions().publish_bucket_bytes)
+    options = options or ShardedOptions()
     routes, groups = Routes.of(plan, shards, options, ns_item), _groups(plan, load.ep, load.tp)
     is_dedicated, at_owners = layout is Layout.DEDICATED, layout.keeps_state_at_owners
     # Messages from each owner on gloo; NCCL passes them on in rings.
     uneven = _unevenness(plan, groups.shards.ranks) if is_dedicated and machine.is_cpu else 1.0
-    around = {Layout.SHARDED: Around.FSDP2, Layout.REPLICATED: Around.DDP}
     nbytes = 8.0 * len(specs.matrices)
-    verdict = collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
-    return Job(
-        machine, around.get(layout) or Around(layout.value), blocks_of(specs, load), groups, load,
+    verdict = sim.collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
+    return sim.Job(
+        machine, layout, sim.blocks_of(specs, load), groups, load,
         routes.published(machine.is_cpu) if at_owners else routes.buckets(machine),
         replace(verdict, turns=min(1, verdict.turns)) if machine.is_cpu else verdict,
         _work(routes, costs, ns_item, groups.shards.ranks if is_dedicated else 1),
@@ -301,16 +270,14 @@ def job_of(
     )  # fmt: skip
 
 
-def _work(routes: Routes, costs: CostTable, ns_item: int, places: int) -> Work:
+def _work(routes: Routes, costs: CostTable, ns_item: int, places: int) -> sim.Work:
     """``places``: shards of what a rank of `dedicated` holds with FSDP2 or owners."""
     shards, specs = routes.shards, routes.plan.specs
     muon, adam = specs.muon_parameters(), specs.adamw_parameters()
 
-    def held(some: Iterable[int]) -> Floats:
-        mine = [*some]
-        return (
-            routes.each(lambda r: sum(shards.reports[r].shards[i].box.numel for i in mine)) / places
-        )
+    def held(some: Sequence[int]) -> sim.Floats:
+        each = routes.each(lambda r: sum(shards.reports[r].shards[i].box.numel for i in some))
+        return each / places
 
     def alone(rank: int) -> float:
         mine = (unit for unit in routes.units if unit.owner == rank)
@@ -323,7 +290,7 @@ def _work(routes: Routes, costs: CostTable, ns_item: int, places: int) -> Work:
     whole = float(sum(m.numel for m in specs.matrices))
     block_ms, batches = np.array(blocks, float).T
     item = max((ITEM_SIZE.get(specs.parameters[i].dtype, 4) for i in muon), default=4)
-    return Work(
+    return sim.Work(
         held(muon), held(adam), whole, routes.each(alone), (block_ms, batches),
         (every, len(specs.matrices)), item, ns_item,
     )  # fmt: skip
@@ -376,10 +343,10 @@ class Setting:
     full step and its block step. ``memory``: bytes of weights, gradients and state of a rank."""
 
     name: str
-    job: Job
+    job: sim.Job
     period: float
     memory: int
-    steps: Mapping[str, Step]
+    steps: Mapping[str, sim.Step]
     code: str = ""  # see `_code`
 
     @classmethod
@@ -394,13 +361,13 @@ class Setting:
             limited |= {"--bucket": given.bucket is not None, "--async": given.is_late}
         for name in (name for name, is_given in limited.items() if is_given):
             raise PlanError(f"{name} is not for --layout {plan.layout.value}: drop one of the two")
-        machine = Machine.of(costs, plan.topology)
+        machine = sim.Machine.of(costs, plan.topology)
         if given.nvlink is not None:
             machine = replace(machine, inside=1e9 * given.nvlink)
         sizes = [ITEM_SIZE.get(dtype, 0) for dtype in (given.param_dtype, given.reduce_dtype)]
         parts = given.recompute, given.active, given.tp, given.ep
         # FSDP2 reduces gradients in the dtype of its products, others in the parameters'.
-        of_fsdp = Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
+        of_fsdp = sim.Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
         load = of_fsdp if is_cut else replace(of_fsdp, reduced=sizes[1])
         options = None if given.bucket is None else ShardedOptions(bucket_bytes=given.bucket)
         how = {"is_late": given.is_late, "clips": given.clips}
@@ -411,17 +378,17 @@ class Setting:
         sizes_of = "x".join(map(str, given.mesh if is_grid else [plan.topology.world]))
         name = f"{plan.layout.value}, {'HSDP ' * has_replicas}{sizes_of}"
         # AdamW would not keep state at owners.
-        base_of = {Around.REDUCED: Around.DDP, Around.DEDICATED: Around.FSDP2}
+        base_of = {Layout.REDUCED: Layout.REPLICATED, Layout.DEDICATED: Layout.SHARDED}
         around = base_of.get(job.around, job.around)
         base = replace(job, around=around)
-        if around is Around.FSDP2:
-            base = replace(base, uneven=1.0, blocks=blocks_of(plan.specs, of_fsdp))
-        step = adamw if given.against == "adamw" else redundant_step
-        steps = {given.against: simulate(base, step)}
+        if around is Layout.SHARDED:
+            base = replace(base, uneven=1.0, blocks=sim.blocks_of(plan.specs, of_fsdp))
+        step = sim.adamw if given.against == "adamw" else sim.redundant_step
+        steps = {given.against: sim.simulate(base, step)}
         if given.period < math.inf:
-            steps["Muon" if given.period == 1 else "full step"] = simulate(job)
+            steps["Muon" if given.period == 1 else "full step"] = sim.simulate(job)
         if given.period > 1:
-            steps["block step"] = simulate(job, block_step)
+            steps["block step"] = sim.simulate(job, sim.block_step)
         return cls(name, job, given.period, kept, steps, _code(given, job.around, plan.topology))
 
     @property
@@ -451,7 +418,7 @@ class Setting:
         }  # fmt: skip
 
 
-def _code(given: argparse.Namespace, around: Around, topology: Topology) -> str:
+def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
     """What a script does, but for the period."""
     sharing, size = given.co_owners, given.bucket
     asked = [f'"planner": dmuon.PlannerOptions(co_owners={sharing!r})'] * bool(sharing)
@@ -459,11 +426,11 @@ def _code(given: argparse.Namespace, around: Around, topology: Topology) -> str:
     more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
     setup = {
-        Around.FSDP2: f"fully_shard(model, mesh={mesh})",
-        Around.DDP: "model = DistributedDataParallel(model)",
-        Around.REDUCED: "own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions("
+        Layout.SHARDED: f"fully_shard(model, mesh={mesh})",
+        Layout.REPLICATED: "model = DistributedDataParallel(model)",
+        Layout.REDUCED: "own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions("
         "reduce_to_owner=True))",
-        Around.DEDICATED: f'own = dmuon.dedicate_params(model, {mesh}, layout="dedicated")',
+        Layout.DEDICATED: f'own = dmuon.dedicate_params(model, {mesh}, layout="dedicated")',
     }
     return f"{setup[around]}\nopt = dmuon.Muon(model{more}"
 
@@ -545,11 +512,10 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
     1. With why."""
     found, shards = list[tuple[Setting, str]](), list[tuple[Setting, dict[str, Any]]]()
     for way in _ways(args):
-        one = Setting.of(args, **way)
-        if one.memory > args.fits:
+        if (one := Setting.of(args, **way)).memory > args.fits:
             continue
         found.append((one, _why(one)))
-        if one.job.around is Around.FSDP2:
+        if one.job.around is Layout.SHARDED:
             shards.append((one, way))
             if math.prod(args.mesh) > 1:
                 found.append(enough(one))
@@ -575,7 +541,7 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
 
 def enough(one: Setting, periods: Sequence[float] = _PERIODS) -> tuple[Setting, str]:
     """A sharded setting with the smallest period within 1% of block steps, or the last one."""
-    block = simulate(one.job, block_step)
+    block = sim.simulate(one.job, sim.block_step)
     mixed = [replace(one, period=p, steps={**one.steps, "block step": block}) for p in periods]
     found = next((each for each in mixed if each.ms <= 1.01 * block.ms), mixed[-1])
     why = f"the smallest P of {', '.join(f'{p:g}' for p in periods)} within 1% of block steps"
@@ -619,16 +585,16 @@ def _why(one: Setting) -> str:
 # ---- pictures ----------------------------------------------------------------------------
 
 
-def _spans(step: Step, c: int, since: float) -> Iterable[tuple[str, str, str, float, float]]:
+def _spans(step: sim.Step, c: int, since: float) -> Iterable[tuple[str, str, str, float, float]]:
     """(where, kind, name, begin, end) of what a class of ranks does, and of the wires, from a
     moment on; without what it waits for."""
     for span in step.run.spans:
         begin, end = max(since, float(span.begin[c])), float(span.end[c])
-        if end > begin and (span.on != DEVICE or span.cause < 0):
+        if end > begin and (span.on != sim.DEVICE or span.cause < 0):
             yield span.on, span.kind, span.name, begin - since, end - since
 
 
-def trace(step: Step) -> dict[str, Any]:
+def trace(step: sim.Step) -> dict[str, Any]:
     """Of https://ui.perfetto.dev: of each class of ranks what it does, and the wires."""
     return {
         "displayTimeUnit": "ms",
@@ -653,7 +619,7 @@ _COLORS = dict(
 _OTHERS = ("#9ca3af", "#6b7280", "#d1d5db", "#4b5563", "#a8a29e")
 
 
-def picture(step: Step) -> str:
+def picture(step: sim.Step) -> str:
     """An SVG of the slowest rank's step, and of its optimizer's part below, larger."""
     slowest, end = int(step.run.now.argmax()), float(step.run.now.max())
     body, colors = list[str](), dict[str, str]()
@@ -665,15 +631,14 @@ def picture(step: Step) -> str:
         top, scale = 30 + 150 * n, 900 / max(1e-9, end - since)
         what = "the optimizer in it" if n else "training step"
         text(110, top - 8, f"{what}: {end - since:,.1f} ms", 'font-weight="bold"')
-        for row, name in enumerate((DEVICE, INSIDE, ACROSS)):
+        for row, name in enumerate((sim.DEVICE, sim.INSIDE, sim.ACROSS)):
             text(104, top + 36 * row + 19, name, 'text-anchor="end"')
             body.append(
                 f'<rect x="110" y="{top + 36 * row}" width="900" height="28" fill="#f3f4f6"/>'
             )
         for where, kind, name, a, b in _spans(step, slowest, since):
-            other = _OTHERS[len(colors) % len(_OTHERS)]
-            color = colors.setdefault(kind, _COLORS.get(kind, other))
-            y = top + 36 * (DEVICE, INSIDE, ACROSS).index(where)
+            color = colors.setdefault(kind, _COLORS.get(kind, _OTHERS[len(colors) % len(_OTHERS)]))
+            y = top + 36 * (sim.DEVICE, sim.INSIDE, sim.ACROSS).index(where)
             place = f'x="{110 + scale * a:.2f}" y="{y}" width="{max(0.3, scale * (b - a)):.2f}"'
             told = f"<title>{html.escape(name)}: {b - a:.3f} ms</title>"
             body.append(f'<rect {place} height="28" fill="{color}">{told}</rect>')
