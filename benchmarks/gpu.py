@@ -1,9 +1,10 @@
-"""Everything that needs a GPU, in parts that fit calls of ten minutes (docs/kernels.md).
+"""Everything that needs a GPU, in parts that fit calls of some minutes (docs/gpu.md).
 
-``python -m benchmarks.gpu --out FOLDER`` runs its parts one after the other, each in a process of
-its own with a time limit. What is measured is on disk at once: rows in ``FOLDER/<part>.json``,
-output in ``<part>.log``. ``gpu.json`` and ``gpu.md`` have the whole, ``gpu.tar.gz`` all of it and
-what was compiled and tuned.
+``python -m benchmarks.gpu --minutes 9 --out FOLDER`` runs its parts one after the other, each in a
+process of its own with a time limit; a second call goes on where the first one ended. What is
+measured is on disk at once: rows in ``FOLDER/<part>.json``, output in ``<part>.log``. ``gpu.json``
+and ``gpu.md`` have the whole, ``gpu.tar.gz`` (or ``--archive``) all of it and what was compiled and
+tuned.
 
 Exit code: 0 if all parts and targets pass, 1 if one fails, 2 without a GPU (the plan is printed).
 """
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,9 @@ import torch
 from benchmarks import gpu_parts, kernels
 from benchmarks.results import Row, document, gpu_facts, has_failed, table, write_json
 
-BUDGET_S = 560.0
+MINUTES = 9.0
 GRACE_S = 10.0  # of a part, to end by itself
+_LEAST_S = 15.0  # in which a part measures something
 ARCHIVE_BYTES = 15 << 20  # of the archive, caches included: it has to travel
 _TAIL = 25  # lines of a part's output that go into the page
 # The last one is where dmuon keeps what tuning chose.
@@ -40,74 +42,83 @@ _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``command``, arguments of a Python that writes `results.Rows`, for at most ``most_s``."""
+    """``command``, arguments of a Python that writes `results.Rows`, for at most ``most_s``, of
+    which one row may take ``row_s``."""
 
     name: str
     what: str
     most_s: float
     command: tuple[str, ...]
+    row_s: float = 40.0
 
 
 def parts(*, dry: bool = False) -> tuple[Part, ...]:
-    """In the order in which they run: each is of use to the next, what is judged comes first."""
+    """In the order in which they run: what is judged, and what nobody else can tell, comes first;
+    whatever the parts take, two calls of five and six minutes reach the profile."""
 
-    def rows(name: str, what: str, most_s: float) -> Part:
+    def rows(name: str, what: str, most_s: float, row_s: float = 40.0) -> Part:
         given = ("--device", "cpu", "--toy") if dry else ("--device", "cuda")
-        return Part(name, what, most_s, ("-m", "benchmarks.gpu_parts", name, *given))
+        return Part(name, what, most_s, ("-m", "benchmarks.gpu_parts", name, *given), row_s)
 
-    def times(name: str, what: str, most_s: float, sets: Sequence[str], *given: str) -> Part:
-        args = ["--device", "cuda", "--sets", *sets, *given]
+    def times(name: str, what: str, most_s: float, dtype: str, *given: str) -> Part:
+        args = ["--device", "cuda", *given]
         if dry:
             args = ["--sets", "toy", "--case-s", "0.02", "--tune-s", "1", "--threads", "1"]
-            args += ["--no-compile"]
-        args += ["--dtype", name.split("_")[1]]
-        return Part(name, what, most_s, ("-m", "benchmarks.kernels", *args))
+            args += ["--no-compile", *["--rivals"] * ("--rivals" in given)]
+        args += ["--dtype", dtype]
+        return Part(name, what, most_s, ("-m", "benchmarks.kernels", *args), 75)
 
-    judged = ("llama-8b", "experts")
-    others = [name for name in kernels.DEFAULT_SETS["cuda"] if name not in judged]
+    # A row compiles for all who take part in a case.
+    judged = "--sets", "judged", "llama-8b", "--case-s", "1.5"
+    others = [n for n in kernels.DEFAULT_SETS["cuda"] if n not in ("judged", "llama-8b")]
     return (
-        rows("smoke", "each kernel once, graphs, three steps of each layout", 90),
-        rows("tests", "tests/gpu", 240),
-        rows("accuracy", "errors of every kernel in every dtype", 90),
-        rows("step", "dmuon.Muon in every layout, with and without graphs", 120),
-        times("kernels_float16", "a Llama-8B layer and experts in float16", 400, judged,
-              "--tune-s", "150", "--case-s", "3"),
-        times("kernels_bfloat16", "the same in bfloat16", 150, judged,
-              "--tune-s", "40", "--case-s", "1"),
-        rows("profile", "one full and one block step", 90),
-        rows("sanitizer", "three kernels under compute-sanitizer", 140),
-        times("rest_float16", "all other sets of shapes in float16", 360, others,
-              "--tune-s", "120", "--case-s", "1"),
+        rows("smoke", "each kernel once, graphs, three steps of each layout", 75),
+        times("kernels", "a Llama-8B layer and experts in float16", 110, "float16", *judged,
+              "--tune-s", "60"),
+        rows("tests", "tests/gpu", 85, 85),
+        times("rivals", "other projects and wide tiles beside ours", 110, "float16", "--sets",
+              "rivals", "--rivals", "--no-compile", "--case-s", "1", "--tune-s", "1"),
+        rows("whole", "a step of two Llama-8B layers beside torch.optim.Muon's", 75, 75),
+        rows("profile", "one full and one block step", 45, 45),
+        rows("accuracy", "errors of every kernel in every dtype", 45),
+        rows("sanitizer", "three kernels under compute-sanitizer", 60),
+        rows("step", "dmuon.Muon in every layout, with and without graphs", 100),
+        times("bfloat16", "a Llama-8B layer and experts in bfloat16", 110, "bfloat16", *judged,
+              "--tune-s", "40"),
+        times("rest", "all other sets of shapes in float16", 240, "float16", "--sets", *others,
+              "--case-s", "1", "--tune-s", "90"),
     )  # fmt: skip
 
 
 # ---- one part ------------------------------------------------------------------------------
 
 
-def run_part(part: Part, out: Path, limit_s: float) -> Row:
-    """Run one part within ``limit_s`` seconds; how it ended, and why if it did not pass."""
+def run_part(part: Part, out: Path, limit_s: float, goes_on: bool = False) -> Row:
+    """Run one part within ``limit_s`` seconds; how it ended, and why if it did not pass.
+    ``goes_on``: what an earlier call measured is kept. ``unfinished``: some rows had no time."""
     begin = time.monotonic()
     deadline = begin + limit_s
     log, path = out / f"{part.name}.log", out / f"{part.name}.json"
-    for old in (log, path):
+    for old in () if goes_on else (log, path):
         old.unlink(missing_ok=True)
     notes: list[str] = []
-    found: Row = {}
+    found = _document(path)
     while True:
         before = found
         code = _run(part, log, path, deadline)
         found = _document(path)
-        if code in (0, 1):
+        if code in (0, 1) and found.get("running") is None:
             break
         notes.append("out of time" if code is None else f"exit code {code}")
-        # Killed by a signal, or its device was lost: the rows after that one can go on.
+        # Killed by a signal, or its device was lost, or one row took too long: the rows after that
+        # one can go on.
         moved = any(found.get(key) != before.get(key) for key in ("rows", "running"))
         if code is None or not moved or deadline - time.monotonic() < 2 * GRACE_S:
             break
         notes.append("begun again")
-    rows = found.get("rows", [])
-    failed = [row for row in rows if has_failed(row)]
     left_out = found.get("left_out", [])
+    rows = [row for row in found.get("rows", []) if row["name"] not in left_out]
+    failed = [row for row in rows if has_failed(row)]
     if failed:
         reason = failed[0].get("failure", "out of its limit")
         notes.insert(0, f"{len(failed)} of {len(rows)} rows: {failed[0]['name']}: {reason}")
@@ -122,6 +133,7 @@ def run_part(part: Part, out: Path, limit_s: float) -> Row:
         "seconds": round(time.monotonic() - begin, 1),
         "rows": len(rows),
         "failed": len(failed),
+        "unfinished": code is None or bool(left_out),
         "tail": "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:]),
     }
 
@@ -130,6 +142,7 @@ def _run(part: Part, log: Path, path: Path, deadline: float) -> int | None:
     """The exit code of one process, None if it was stopped at its time."""
     left_s = deadline - time.monotonic()
     given = ["--json", str(path), "--budget-s", f"{max(1.0, left_s - 1.5 * GRACE_S):.0f}"]
+    given += ["--row-s", f"{part.row_s:g}"]
     command = [sys.executable, *part.command, *given, "--resume"]
     with log.open("a") as file:
         process = subprocess.Popen(
@@ -160,33 +173,47 @@ def _document(path: Path) -> Row:
 # ---- all parts -----------------------------------------------------------------------------
 
 
+def waiting(plan: Sequence[Part], outcomes: Mapping[str, Row]) -> list[Part]:
+    """What is left of a plan: parts that have not had their time, then those for which it was not
+    enough."""
+    left = [p for p in plan if p.name not in outcomes or outcomes[p.name]["unfinished"]]
+    given = {p.name: outcomes.get(p.name, {}).get("limit_s", 0.0) for p in left}
+    return sorted(left, key=lambda part: given[part.name] >= part.most_s)
+
+
 def run_parts(
     plan: Sequence[Part],
     out: Path,
     budget_s: float,
+    outcomes: dict[str, Row],
     *,
-    run: Callable[[Part, Path, float], Row] = run_part,
-    done: Callable[[Row], None] = lambda outcome: None,
+    run: Callable[[Part, Path, float, bool], Row] = run_part,
+    done: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[str]:
-    """Every part in its time within ``budget_s`` seconds together, whatever becomes of the others;
-    the names of those that were not begun, because less than half of their time was left."""
-    deadline = clock() + budget_s
-    later = []
-    for part in plan:
-        limit_s = min(part.most_s, deadline - clock())
-        if limit_s < part.most_s / 2:
-            later.append(part.name)
-            continue
+) -> None:
+    """Run what `waiting` names within ``budget_s`` seconds, whatever becomes of other parts; their
+    ``outcomes`` are noted. The first one begins whose whole time is left; where there is none, the
+    first of all in the time that is left. No part runs twice."""
+    deadline, ran = clock() + budget_s, set[str]()
+    while todo := [part for part in waiting(plan, outcomes) if part.name not in ran]:
+        left_s = deadline - clock()
+        if left_s < _LEAST_S:
+            break
+        part = next((part for part in todo if part.most_s <= left_s), todo[0])
+        limit_s = min(part.most_s, left_s)
+        ran.add(part.name)
         print(f"{part.name}: {part.what}, at most {limit_s:.0f} s", flush=True)
-        outcome: Row = {"name": part.name, "passed": False, "note": "stopped from outside"}
+        goes_on = part.name in outcomes
+        given_s = outcomes.get(part.name, {}).get("limit_s", 0.0) + limit_s
+        outcome: Row = {"name": part.name, "passed": False, "note": "stopped from outside",
+                        "unfinished": True}  # fmt: skip
         try:
-            outcome = run(part, out, limit_s)
+            outcome = run(part, out, limit_s, goes_on)
         finally:
-            done(outcome)
+            outcomes[part.name] = outcome | {"limit_s": given_s}
+            done()
         verdict = "passed" if outcome["passed"] else f"FAILED, {outcome['note']}"
         print(f"{part.name}: {verdict}, in {outcome['seconds']:.0f} s", flush=True)
-    return later
 
 
 @contextmanager
@@ -206,13 +233,12 @@ def clocks(out: Path) -> Iterator[None]:
             process.wait()
 
 
-def pack(out: Path, limit: int = ARCHIVE_BYTES) -> list[str]:
-    """Everything in ``out`` in ``gpu.tar.gz`` there, the caches last; what of them did not fit.
+def pack(out: Path, path: Path, limit: int = ARCHIVE_BYTES) -> list[str]:
+    """Everything in ``out`` into an archive, the caches last; what of them did not fit.
 
     Of Triton's cache only what is needed to run a kernel again: its binary and its metadata.
     """
-    path = out / "gpu.tar.gz"
-    files = [f for f in sorted(out.rglob("*")) if f.is_file() and not f.name.startswith(path.name)]
+    files = [f for f in sorted(out.rglob("*")) if f.is_file() and ".tar.gz" not in f.name]
     results = [f for f in files if out / "cache" not in f.parents]
     cached = [f for f in files if out / "cache/xdg" in f.parents]
     cached += [f for f in files if out / "cache/triton" in f.parents
@@ -230,7 +256,7 @@ def pack(out: Path, limit: int = ARCHIVE_BYTES) -> list[str]:
     return left
 
 
-def write_report(out: Path, outcomes: dict[str, Row], *, dry: bool) -> str:
+def write_report(out: Path, archive: Path, outcomes: dict[str, Row], *, dry: bool) -> str:
     """``gpu.json``, ``gpu.md`` and the archive, also of what an earlier call ran; the tables."""
     rows = [outcomes[part.name] for part in parts() if part.name in outcomes]
     found = document(rows, gpu_facts(torch.device("cpu" if dry else "cuda")))
@@ -250,7 +276,7 @@ def write_report(out: Path, outcomes: dict[str, Row], *, dry: bool) -> str:
     tails = [f"### {row['name']}\n\n```\n{row.get('tail', '')}\n```" for row in rows]
     about = json.dumps(found["machine"]) + "\n\n" + json.dumps(found["versions"])
     (out / "gpu.md").write_text("\n\n".join(["# GPU suite", about, told, *tails]) + "\n")
-    if left := pack(out):
+    if left := pack(out, archive):
         print(f"{len(left)} files of the caches did not fit into the archive", flush=True)
     return told
 
@@ -273,7 +299,7 @@ TARGETS = (
 def targets(folder: Path) -> list[Row]:
     """Every target, from the files of the parts in ``folder``. ``value`` None: it was not measured,
     which is a failure; ``passed`` None: it does not apply."""
-    found = _document(folder / "kernels_float16.json")
+    found = _document(folder / "kernels.json")
     is_h200 = "H200" in found.get("machine", {}).get("gpu", "")
     judged: list[Row] = []
     for what, case, key, limit in TARGETS:
@@ -307,9 +333,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     names = [part.name for part in parts()]
     parser.add_argument("--out", metavar="FOLDER", default="out/gpu")
-    parser.add_argument("--parts", metavar="NAME,...", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--archive", metavar="FILE", help="default: gpu.tar.gz in that folder")
+    parser.add_argument("--parts", metavar="NAME,...", help="these alone, anew; default: what is "
+                        f"left of {', '.join(names)}")  # fmt: skip
     parser.add_argument(
-        "--budget-s", type=float, help=f"for this call (default: {BUDGET_S:g}; dry runs: no limit)"
+        "--minutes", type=float, help=f"of this call (default: {MINUTES:g}; dry runs: no limit)"
     )
     parser.add_argument("--dry-run", action="store_true", help="walk through it on a CPU")
     args = parser.parse_args(argv)
@@ -317,43 +345,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in chosen if name not in names]
     if unknown:
         parser.error(f"--parts: there is no part {unknown[0]!r}; choose of {', '.join(names)}")
-    if args.budget_s is None:
-        args.budget_s = float("inf") if args.dry_run else BUDGET_S
+    budget_s = float("inf") if args.dry_run else 60 * MINUTES
+    if args.minutes is not None:
+        budget_s = 60 * args.minutes
     plan = [part for part in parts(dry=args.dry_run) if part.name in chosen]
     if not args.dry_run and not torch.cuda.is_available():
         print("torch finds no GPU here (--dry-run walks through it on a CPU). What would run:")
         for part in plan:
-            print(f"{part.name:17} at most {part.most_s:3.0f} s  {part.what}")
-            print(f"{'':17} python {' '.join(part.command)}")
+            print(f"{part.name:10} at most {part.most_s:3.0f} s  {part.what}")
+            print(f"{'':10} python {' '.join(part.command)}")
         return 2
     out = Path(args.out).absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    archive = Path(args.archive).absolute() if args.archive else out / "gpu.tar.gz"
+    for folder in (out, archive.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     known = [] if args.dry_run else _document(out / "gpu.json").get("rows", [])
     outcomes = {row["name"]: row for row in known}
+    for name in () if args.parts is None else chosen:
+        outcomes.pop(name, None)
 
-    def done(outcome: Row) -> None:
-        outcomes[outcome["name"]] = outcome
-        write_report(out, outcomes, dry=args.dry_run)
+    def told() -> str:
+        return write_report(out, archive, outcomes, dry=args.dry_run)
 
     os.environ.update({name: str(out / "cache" / folder) for name, folder in _CACHES.items()})
     # A call that is cut off from outside ends its part and has all that was measured. In a shell's
     # background SIGINT would be ignored, here and in what is started.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    later: list[str] = []
     stopped = True
     try:
         with clocks(out):
-            later = run_parts(plan, out, args.budget_s, done=done)
+            run_parts(plan, out, budget_s, outcomes, done=told)
         stopped = False
     except KeyboardInterrupt:
         print("Stopped from outside.")
-    print(f"\n{write_report(out, outcomes, dry=args.dry_run)}\n")
-    archive = out / "gpu.tar.gz"
+    print(f"\n{told()}\n")
     print(f"Everything is in {archive} ({archive.stat().st_size / 1e6:.1f} MB).")
+    later = waiting(plan, outcomes)
     if later:
-        print(f"Not begun in {args.budget_s:g} s: {', '.join(later)}. To go on:")
-        print(f"python -m benchmarks.gpu --out {args.out} --parts {','.join(later)}")
+        print(f"Not all of it had time: {', '.join(part.name for part in later)}. To go on:")
+        print(f"python -m benchmarks.gpu --out {args.out}")
     judged = [*outcomes.values(), *([] if args.dry_run else targets(out))]
     failed = stopped or later or any(row["passed"] is False for row in judged)
     return 1 if failed else 0

@@ -1,6 +1,6 @@
 """What the parts of `benchmarks.gpu` measure, but for the times of kernels (`benchmarks.kernels`).
 
-``python -m benchmarks.gpu_parts smoke --json out.json``, and so on; docs/kernels.md tells what each
+``python -m benchmarks.gpu_parts smoke --json out.json``, and so on; docs/gpu.md tells what each
 part does. ``--toy`` takes sizes for a CPU. One process, in which nothing would travel: `travelling`
 makes the `sharded` layout send matrices to itself.
 """
@@ -33,7 +33,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from benchmarks.results import Row, Rows, command, row_options
-from benchmarks.timing import joined, laps
+from benchmarks.timing import first_laps, joined, laps, spread, take_turns
+from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.dtensors import whole_tensor
 from dmuon.kernels.choice import offered_backends, offered_tiles, why_not
@@ -177,7 +178,7 @@ def step_row(
     """Train beside the reference, which starts each step from the same weights; the verdict.
 
     ``passed``: every update is within its limit, all calls were captured where graphs are on, and
-    the backend that was asked for ran. Needs an initialized process group.
+    the backend that was asked for ran, and so did list kernels. Needs an initialized process group.
     """
     # 96 rows are few enough for the kernel of small matrices.
     model = _model(2, (96, 96, 160) if toy else (256, 96, 640), device)
@@ -213,8 +214,11 @@ def step_row(
         buckets = getattr(getattr(own.runtime, "pipeline", None), "buckets", ())
         sent = sum(len(stack) for bucket in buckets for _, stack in bucket.stacks)
     ran = {KernelChoice.parse(text).backend for text in kernels["ran"].values()}
+    # Read anew: a probe that failed inside a step would have left the lists to torch in silence.
+    may_run = devices.of(device).has_triton and why_not("triton", device, torch.float32) is None
     captured = not setting.graphs or re.match(r"([1-9]\d*) of \1 captured", kernels["cuda_graphs"])
     meant = setting.backend == "auto" or ran == {setting.backend}
+    meant = meant and kernels["lists"] == ("triton" if may_run else "torch")
     limit = LIMITS[setting.ns_dtype]
     return {
         "setting": str(setting),
@@ -225,6 +229,7 @@ def step_row(
         "host_ms": [round(ms, 3) for ms in host_ms],
         "travelled": sent,
         "cuda_graphs": kernels["cuda_graphs"],
+        "lists": kernels["lists"],
         "ran": kernels["ran"],
     }
 
@@ -516,10 +521,52 @@ def gaps(spans: Sequence[tuple[float, float]]) -> list[float]:
     return found
 
 
+# ---- a whole step --------------------------------------------------------------------------
+
+
+def whole(rows: Rows, device: torch.device, toy: bool) -> None:
+    """A step on the matrices of two Llama-8B layers, in turns with `torch.optim.Muon`'s."""
+    with one_process(device):
+        rows.attempt("whole", partial(_whole, rows, device, toy))
+
+
+def _whole(rows: Rows, device: torch.device, toy: bool) -> None:
+    width, narrow, hidden = (64, 16, 160) if toy else (4096, 1024, 14336)
+    shapes = [(width, width), (width, width), (narrow, width), (narrow, width)]
+    shapes += [(hidden, width), (hidden, width), (width, hidden)]
+    steps: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for name in ("dmuon.Muon", "torch.optim.Muon"):
+            torch.manual_seed(0)
+            with device:
+                layers = [nn.Linear(n, m, bias=False) for m, n in shapes * 2]
+            model = nn.ModuleList(layers)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            if name == "dmuon.Muon":
+                own = dmuon.dedicate_params(
+                    model,
+                    layout="replicated",
+                    solver="greedy",
+                    planner=dmuon.PlannerOptions(profile_budget_s=4.0),
+                    kernels=KernelOptions(tune_budget_s=1.0 if toy else 25.0),
+                )
+                stack.callback(own.close)
+                opt = dmuon.Muon(model, lr=1e-3)
+                steps[name] = opt.step
+            else:
+                steps[name] = torch.optim.Muon(model.parameters(), lr=1e-3).step
+        turns = {name: partial(laps, step, device=device) for name, step in steps.items()}
+        times = first_laps(take_turns(turns, 3 if toy else 9, warm_up=3))
+        for name, ms in times.items():
+            ran = opt.stats()["kernels"] if name == "dmuon.Muon" else {}
+            rows.add({"contender": name, **spread(ms, tail=25), **ran})
+
+
 # ---- the command ---------------------------------------------------------------------------
 
 
-PARTS = {f.__name__: f for f in (smoke, tests, accuracy, step, profile, sanitizer)}
+PARTS = {f.__name__: f for f in (smoke, tests, whole, profile, accuracy, sanitizer, step)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

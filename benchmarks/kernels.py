@@ -28,17 +28,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from benchmarks import baselines
+from benchmarks import baselines, rivals
 from benchmarks.results import Row, Rows, command, in_words, row_options, table
 from benchmarks.timing import Laps, first_laps, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
-from dmuon.kernels.choice import default_restarts, fixed_choice, fixed_speeds, multiplications
+from dmuon.kernels.choice import (
+    default_restarts,
+    fixed_choice,
+    fixed_speeds,
+    multiplications,
+    offered_tiles,
+)
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import CostTable, nearest_device
@@ -76,13 +82,19 @@ def _alone(*shapes: tuple[int, int]) -> tuple[Case, ...]:
 
 
 def _layer(name: str, *stacks: Stack) -> tuple[Case, ...]:
-    """Every shape once alone, then all matrices of a layer."""
-    return (*_alone(*((m, n) for _, m, n in stacks)), Case(f"{name} layer", stacks))
+    """All matrices of a layer, then every shape once alone."""
+    return (Case(f"{name} layer", stacks), *_alone(*((m, n) for _, m, n in stacks)))
+
+
+_LLAMA = _layer("llama-8b", (2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336))
 
 
 SETS: dict[str, tuple[Case, ...]] = {
-    "llama-8b": _layer("llama-8b", (2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336)),
-    "experts": (Case("128 experts 768 x 2048", ((128, 768, 2048),)),),
+    "judged": (_LLAMA[0], Case("128 experts 768 x 2048", ((128, 768, 2048),))),
+    "llama-8b": _LLAMA[1:],
+    # Shapes that other projects report too.
+    "rivals": tuple(Case(f"{b} of {m} x {n}", ((b, m, n),)) for b, m, n in (
+        (2, 4096, 4096), (3, 4096, 14336), (2, 1024, 4096), (16, 768, 2048))),
     # One layer of each of the three towers of the preset "vla": vision, language, action head.
     "vla": (Case("vla layers", (
         (4, 1152, 1152), (2, 1152, 4304), (2, 2048, 2048), (2, 256, 2048), (3, 2048, 16384),
@@ -103,7 +115,7 @@ taller than wide counts as its transpose, which is how it runs. What the targets
 first: a run that is short of time leaves out the last ones."""
 
 DEFAULT_SETS = {
-    "cuda": tuple(name for name in SETS if name != "toy"),
+    "cuda": tuple(name for name in SETS if name not in ("rivals", "toy")),
     # The others take from ten seconds to minutes a call.
     "cpu": ("sweep", "odd", "tiny", "gpt2", "small-experts"),
 }
@@ -220,10 +232,21 @@ def ours(
     return Contender(pieces, {"kernel": text, "workspace_bytes": runner.nbytes})
 
 
+def rival(sources: Sequence[Tensor], make: Callable[[], rivals.Iteration]) -> Contender:
+    """Another project's iteration, whose results are not looked at."""
+    pieces = []
+    for source in sources:
+        x = source.to(torch.bfloat16, copy=True)
+        run = rivals.prepared(make, x)
+        pieces.append(Piece(partial(x.copy_, source), cast(Callable[[], Tensor], run), None))
+    return Contender(pieces)
+
+
 def contenders(
-    sources: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, *, compiles: bool
+    sources: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, *, compiles: bool, others: bool
 ) -> dict[str, Callable[[], Contender]]:
-    """What makes everyone who takes part, the baseline first."""
+    """What makes everyone who takes part, the baseline first. ``others``: `rivals` too, and ours
+    with wide tiles beside the default one."""
     on_cuda = sources[0].is_cuda
     largest = max(map(len, sources))
     gram = str(KernelChoice("gram", default_restarts(dtype, STEPS), "torch", dtype_name(dtype)))
@@ -243,7 +266,17 @@ def contenders(
         ("ours_whole", on_cuda and largest > MAX_BATCH,
          partial(tuned, kernels.__getitem__, largest)),
     )  # fmt: skip
-    return {name: make for name, takes_part, make in field if takes_part}
+    found: dict[str, Callable[[], Contender]]
+    found = {name: make for name, takes_part, make in field if takes_part}
+    if not others:
+        return found
+    found |= {name: partial(rival, sources, make) for name, make in rivals.RIVALS.items()}
+    (m, n), form = sorted(sources[0].shape[1:]), gram.partition("/")[0]
+    tiles = offered_tiles("triton", sources[0].device, dtype, m, n) if on_cuda else ()
+    for tile in (tile for tile in tiles if tile == tiles[0] or "wide" in tile):
+        kernel = f"{form}/triton-{tile}/{dtype_name(dtype)}"
+        found[f"ours, {tile}"] = partial(tuned, lambda _, kernel=kernel: kernel, largest)
+    return found
 
 
 # ---- tuning --------------------------------------------------------------------------------
@@ -310,6 +343,7 @@ class Setup:
     kernels: Kernels
     case_s: float
     compiles: bool
+    rivals: bool = False
 
 
 def turn(contender: Contender, device: torch.device, repeats: int = 1) -> Laps:
@@ -370,7 +404,8 @@ def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -
     turns = {"rate": _rate_turn(device, dtype)}
     round_s = 0.0
     failures: dict[str, Exception] = {}
-    field = contenders(sources, dtype, setup.kernels, compiles=setup.compiles)
+    how = {"compiles": setup.compiles, "others": setup.rivals}
+    field = contenders(sources, dtype, setup.kernels, **how)
     for name, build in field.items():
         rows[name] = about | {"case": case.name, "contender": name}
         try:
@@ -378,7 +413,9 @@ def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -
             # What compiles does so in the first call, and graphs are captured in the second.
             for _ in range(3):
                 (ms,) = turn(contender, device)
-            rows[name] |= {"error": error_of(contender, references), **contender.about}
+            rows[name] |= contender.about
+            if any(piece.stack is not None for piece in contender.pieces):
+                rows[name]["error"] = error_of(contender, references)
         except Exception as error:  # whatever it is: the others do not depend on it
             failures[name] = error
             continue
@@ -390,7 +427,8 @@ def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -
     for name, row in rows.items():
         if name in failures:
             # torch.compile has many reasons not to compile, and none is a fault of ours.
-            why = "left_out" if name.startswith("compiled") else "failure"
+            of_others = name.startswith("compiled") or name in rivals.RIVALS
+            why = "left_out" if of_others else "failure"
             row[why] = in_words(failures[name])
         else:
             row |= _numbers(name, case, setup, ms_of)
@@ -487,7 +525,7 @@ def run(args: argparse.Namespace) -> Row:
         label = f"{name}, {threads} threads"
         dtype = getattr(torch, name)
         kernels = tune(rows, [case for _, case in cases], dtype, label, args.tune_s)
-        setup = Setup(device, dtype, kernels, args.case_s, args.compile)
+        setup = Setup(device, dtype, kernels, args.case_s, args.compile, args.rivals)
         for set_name, case in cases:
             about = {"set": set_name, "dtype": name, "threads": threads}
             title = f"{set_name}: {case.name}, {label}"
@@ -508,6 +546,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case-s", type=float, default=3.0, help="seconds of rounds a case")
     parser.add_argument("--tune-s", type=float, default=15.0, help="seconds of tuning a dtype")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--rivals", action="store_true", help="other projects take part too")
     parser.add_argument("--table", action="store_true", help="print the page of --json")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     args = parser.parse_args(argv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -150,7 +151,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int =
 
 # ---- rows that are kept whatever happens ---------------------------------------------------
 
-NO_TIME = "no time was left"
+NO_TIME, INTERRUPTED = "no time was left", "interrupted after"
 LOST = 75
 """The exit code of a process whose device answers no more; another one can go on after its row."""
 
@@ -159,9 +160,10 @@ class Rows:
     """Rows of one process in the file ``path`` (None: in memory), written anew after each.
 
     `attempt` runs one measurement. What it raises is recorded in its row and passed by, so that one
-    failure never loses the rest; after ``budget_s`` seconds no further one is begun. With
-    ``resume`` the rows that an earlier process left in the file are kept and not measured again;
-    the one in which it ended is recorded as failed.
+    failure never loses the rest; after ``budget_s`` seconds no further one is begun, and one that
+    takes ``row_s`` seconds ends the process. With ``resume`` the rows that an earlier process left
+    in the file are kept and not measured again, but for those that had no time; the one in which it
+    ended is recorded as failed.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class Rows:
         device: torch.device,
         *,
         budget_s: float | None = None,
+        row_s: float | None = None,
         resume: bool = False,
     ) -> None:
         self.rows: list[Row] = []
@@ -177,12 +180,13 @@ class Rows:
         self._path = path
         self._begin = time.monotonic()
         self._budget_s = float("inf") if budget_s is None else budget_s
+        self._row_s = row_s
         self._running: Row | None = None
         self.facts = gpu_facts(device)  # into the document's "machine" and "versions"
         if resume and path is not None and os.path.exists(path):
             with open(path) as file:
                 found = json.load(file)
-            self.rows = found["rows"]
+            self.rows = [row for row in found["rows"] if not had_no_time(row)]
             if found["running"] is not None:
                 ended = {"failure": "the process ended while this was measured"}
                 self.rows.append({**found["running"], **ended})
@@ -195,7 +199,8 @@ class Rows:
         device = torch.device(args.device)
         if device.type == "cuda":  # with a number, as tensors have it
             device = torch.device("cuda", torch.cuda.current_device())
-        return cls(args.json, device, budget_s=args.budget_s, resume=args.resume)
+        how = {"budget_s": args.budget_s, "row_s": args.row_s, "resume": args.resume}
+        return cls(args.json, device, **how)
 
     def beside(self, name: str) -> str | None:
         """The path of another file of the same run."""
@@ -238,13 +243,17 @@ class Rows:
         failure = ""
         try:
             self._write()
+            if self._row_s is not None:  # also where no signal reaches Python, as in a driver
+                faulthandler.dump_traceback_later(self._row_s, exit=True)
             found = measure()
         except KeyboardInterrupt:
-            self._end(base | {"failure": f"interrupted after {time.monotonic() - begin:.1f} s"})
+            self._end(base | {"failure": f"{INTERRUPTED} {time.monotonic() - begin:.1f} s"})
             raise
         except Exception as error:  # whatever it is: the other rows do not depend on it
             failure = in_words(error)
             self._end(base | {"failure": failure, "trace": traceback.format_exc(limit=-6)})
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         if failure:
             print(f"{name}: FAILED, {failure}", flush=True)
             self._recover()  # now that the traceback holds no memory any more
@@ -273,13 +282,18 @@ class Rows:
     def document(self) -> dict[str, Any]:
         """What is in the file: rows, facts, and what is being measured."""
         found = document(self.rows, self.facts)
-        found["left_out"] = [row["name"] for row in self.rows if row.get("left_out") == NO_TIME]
+        found["left_out"] = [row["name"] for row in self.rows if had_no_time(row)]
         found["seconds"] = round(time.monotonic() - self._begin, 1)
         return found | {"running": self._running}
 
     def _write(self) -> None:
         if self._path is not None:
             write_json(self._path, self.document())
+
+
+def had_no_time(row: Row) -> bool:
+    """Whether it was not begun, or not ended, because its part was out of time."""
+    return row.get("left_out") == NO_TIME or row.get("failure", "").startswith(INTERRUPTED)
 
 
 def has_failed(row: Row) -> bool:
@@ -296,4 +310,5 @@ def row_options(parser: argparse.ArgumentParser, *, device: str) -> None:
     """The options, beside ``--json``, of a command that writes `Rows`."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
     parser.add_argument("--budget-s", type=float, help="begin nothing more after that")
+    parser.add_argument("--row-s", type=float, help="end where one row takes longer")
     parser.add_argument("--resume", action="store_true", help="go on after the rows in the file")

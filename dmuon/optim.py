@@ -252,8 +252,7 @@ class Muon(Optimizer):
     def _named(self) -> list[tuple[str, Any]]:
         """The named parameters. Reads groups that Lightning's `BaseFinetuning` has appended."""
         run = self._run
-        added = self.param_groups[len(run.groups.names) :]
-        if added and not run.engines:
+        if (added := self.param_groups[len(run.groups.names) :]) and not run.engines:
             for group, full in zip(added, run.groups.read(read_groups(added)), strict=True):
                 group.update(full)
             self._note_progress(added)
@@ -295,8 +294,7 @@ class Muon(Optimizer):
         request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
 
         def sizes(specs: ModelSpecs) -> StateSizes:
-            by_name = dict(named)
-            own = (by_name[spec.name] for spec in specs.parameters)
+            own = map(dict(named).__getitem__, (spec.name for spec in specs.parameters))
             return self._state_sizes(specs, own, self.param_groups)
 
         ownership = plan_given(Given(model, named, routed, before, sizes), request)
@@ -634,10 +632,11 @@ class Muon(Optimizer):
         owners (``reduce_to_owner``, `dedicated`). ``bytes``: what this rank handed to collectives
         since the step before, by purpose. ``kernels``: what Newton-Schulz ran on this rank, by the
         shapes that ran together (``ran``, such as ``gram[2]/torch_strips/float32``), the
-        ``workspace_bytes`` that are kept, and the state of ``cuda_graphs``. ``finite``: no rank
-        found a non-finite gradient (after a block step: this rank did not). ``skipped``: how many
-        steps were skipped, wholly or in part, of block steps since the last full one those that
-        this rank knows of. ``below_eps``: how many matrices had a norm below ``eps``
+        ``workspace_bytes`` that are kept, the state of ``cuda_graphs``, and whose ``lists`` of
+        elementwise work run, "triton"'s or "torch"'s. ``finite``: no rank found a non-finite
+        gradient (after a block step: this rank did not). ``skipped``: how many steps were skipped,
+        wholly or in part, of block steps since the last full one those that this rank knows of.
+        ``below_eps``: how many matrices had a norm below ``eps``
         (docs/reliability.md). ``step_bytes``: the memory that a full step takes on this rank, by
         purpose (docs/sharded.md). In `sharded`, and in `replicated` without ``reduce_to_owner``,
         also ``full_step`` (or a block step).
@@ -774,13 +773,9 @@ class Muon(Optimizer):
         if saved.progress is not None:
             run.schedule.load(saved.progress)
         self._note_progress(self.param_groups)
-        self._warn_of_lost(entries)
-
-    def _warn_of_lost(self, saved: Mapping[Tensor, Any]) -> None:
-        """Say on one rank whose state begins anew, beside that of others."""
-        routes = self._run.groups.routes
-        lost = [n for n, p in self._named() if p.requires_grad and n in routes and p not in saved]
-        if saved and lost:
+        known = (n for n, p in self._named() if p.requires_grad and p not in entries)
+        lost = [name for name in known if name in run.groups.routes]
+        if entries and lost:  # whose state begins anew, beside that of others
             warn(
                 f"dmuon: the optimizer state has nothing of {len(lost)} trainable parameters, such "
                 f"as {first_of(lost)}: their momentum, or AdamW's moments, begin at zero. That is "
@@ -789,8 +784,7 @@ class Muon(Optimizer):
 
     def _show_loaded(self) -> None:
         """Show what was loaded before planning in ``state``."""
-        loaded = self._run.loaded
-        if loaded and not self._run.engines:
+        if (loaded := self._run.loaded) and not self._run.engines:
             self.state.clear()
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
 

@@ -30,7 +30,16 @@ from torch import Tensor
 
 from dmuon import devices
 from dmuon.devices import host_can_read
-from dmuon.tensors import into_range, norms_of, scale_all, scale_into, scaled, wide_norms
+from dmuon.tensors import (
+    TensorList,
+    Tensors,
+    into_range,
+    norms_of,
+    scale_all,
+    scale_into,
+    scaled,
+    wide_norms,
+)
 from dmuon.types import Algorithm, warn
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
@@ -248,7 +257,7 @@ class Rule:
 
     # ---- momentum ------------------------------------------------------------------------
 
-    def advance(self, buffers: list[Tensor], grads: list[Tensor], h: Hyper) -> None:
+    def advance(self, buffers: TensorList, grads: TensorList, h: Hyper) -> None:
         """Momentum, in place on every buffer.
 
         ``buffer = mu * buffer + weight * grad``; weight: 1 - mu ("ema") or 1 - dampening ("sgd").
@@ -259,9 +268,7 @@ class Rule:
         scale_all(buffers, h.momentum)
         torch._foreach_add_(buffers, grads, alpha=1 - h.dampening)
 
-    def operands(
-        self, out: list[Tensor], buffers: list[Tensor], grads: list[Tensor], h: Hyper
-    ) -> None:
+    def operands(self, out: TensorList, buffers: TensorList, grads: TensorList, h: Hyper) -> None:
         """What Newton-Schulz gets, into ``out``, in whose dtype it is computed; buffers stay as
         they are. Nesterov: ``(1 - mu) * grad + mu * advanced`` ("ema"), ``grad + mu * advanced``.
         """
@@ -313,7 +320,7 @@ class Rule:
     # for their norms, and once these are known with momentum, to where they leave from.
 
     def operand_norms(
-        self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
+        self, buffers: TensorList, grads: TensorList, h: Hyper, working: torch.dtype
     ) -> Tensor:
         """The norms of operands and of gradients, ``[2, n]`` float64: not finite where one is not.
         Nothing is changed. ``working``: see `operand`."""
@@ -330,7 +337,7 @@ class Rule:
         return torch.stack([found[n] for n in range(len(buffers))], 1)
 
     def _norms_of_some(
-        self, buffers: list[Tensor], grads: list[Tensor], h: Hyper, working: torch.dtype
+        self, buffers: TensorList, grads: TensorList, h: Hyper, working: torch.dtype
     ) -> list[Tensor]:
         made = [_empty(b, working) for b in buffers]
         self.operands(made, buffers, grads, h)
@@ -339,9 +346,9 @@ class Rule:
 
     def advance_into(
         self,
-        out: list[Tensor] | None,
-        buffers: list[Tensor],
-        grads: list[Tensor],
+        out: TensorList | None,
+        buffers: TensorList,
+        grads: TensorList,
         h: Hyper,
         working: torch.dtype,
         *,
@@ -361,9 +368,9 @@ class Rule:
 
     def _advance_some(
         self,
-        out: list[Tensor] | None,
-        buffers: list[Tensor],
-        grads: list[Tensor],
+        out: TensorList | None,
+        buffers: TensorList,
+        grads: TensorList,
         h: Hyper,
         working: torch.dtype,
         stays: Tensor | None,
@@ -391,13 +398,13 @@ class Rule:
 
     def apply(
         self,
-        targets: list[Tensor],
-        updates: list[Tensor],
+        targets: TensorList,
+        updates: TensorList,
         h: Hyper,
         *,
         lr: float,
         stays: Tensor | None = None,
-        weights: list[Tensor] | None = None,
+        weights: TensorList | None = None,
     ) -> None:
         """``target = target * h.decay - lr * update`` for each pair, in place.
 
@@ -421,12 +428,12 @@ class Rule:
 
     def _apply_some(
         self,
-        targets: list[Tensor],
-        updates: list[Tensor],
+        targets: TensorList,
+        updates: TensorList,
         h: Hyper,
         lr: float,
         kept: float | Tensor,
-        weights: list[Tensor] | None,
+        weights: TensorList | None,
     ) -> None:
         """`apply` by torch's operations."""
         # On a CPU all passes over so much while it lies in its caches.
@@ -465,8 +472,8 @@ def list_kernels(device: torch.device) -> Any:
 
 
 def _routes(
-    *lists: list[Tensor], working: torch.dtype | None = None
-) -> Iterator[tuple[Any, list[int], list[list[Tensor]]]]:
+    *lists: TensorList, working: torch.dtype | None = None
+) -> Iterator[tuple[Any, Sequence[int], list[Any]]]:
     """(`list_kernels`, positions in these lists that they take, what is there): contiguous tensors
     of up to 32 bits, on one device. None: torch's own operations do, with ``working`` of so many at
     a time as `Device.chunk_bytes` has room for in that dtype."""
@@ -474,6 +481,11 @@ def _routes(
         return
     device = lists[0][0].device
     kernels = list_kernels(device)
+    if kernels is not None:
+        looked = [*map(Tensors.of, lists)]
+        if all(one.are_flat for one in looked):
+            yield kernels, range(len(lists[0])), looked
+            return
     found: tuple[list[int], list[int]] = [], []
     for n, tensors in enumerate(zip(*lists, strict=True)):
         suits = kernels and all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
@@ -505,18 +517,21 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
     kernels, found = list_kernels(device), {"flat": (targets, sources)}
     if kernels is not None or device.type == "cpu":
         found = _by_kind(targets, sources, _FEW if kernels is None else 0)
+    flat, launches = found.pop("flat", None), []
+    if kernels is not None:
+        launches = [kernels.copier(*some, turned=k == "turned") for k, some in found.items()]
+        found = {}
 
     def run() -> None:
-        for kind, lists in found.items():
-            if kind == "flat":
-                torch._foreach_copy_(*lists)
-            elif kernels is not None:
-                kernels.copy(*lists, turned=kind == "turned")
-            else:
-                # torch transposes tile by tile there, three times as fast, if both are contiguous.
-                for to, source in zip(*lists, strict=True):
-                    source = source.mT.contiguous().mT  # one is alive at a time
-                    to.copy_(source if to.is_contiguous() else source.contiguous())
+        if flat is not None:
+            torch._foreach_copy_(*flat)
+        for launch in launches:
+            launch()
+        for lists in found.values():
+            # torch transposes tile by tile there, three times as fast, if both are contiguous.
+            for to, source in zip(*lists, strict=True):
+                source = source.mT.contiguous().mT  # one is alive at a time
+                to.copy_(source if to.is_contiguous() else source.contiguous())
 
     return run
 
@@ -551,7 +566,7 @@ def _by_kind(
     return found
 
 
-def _values_at(values: Tensor | None, some: list[int], count: int) -> Tensor | None:
+def _values_at(values: Tensor | None, some: Sequence[int], count: int) -> Tensor | None:
     """These positions of ``[count]`` values; one that is for all stays."""
     if values is None or not values.ndim or len(some) == count:
         return values
@@ -578,7 +593,7 @@ def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
     return _ahead([buffer], [grad], h)[0] if h.nesterov else buffer
 
 
-def _ahead(advanced: list[Tensor], grads: list[Tensor], h: Hyper) -> Sequence[Tensor]:
+def _ahead(advanced: TensorList, grads: TensorList, h: Hyper) -> Sequence[Tensor]:
     """The operands of momentum that has advanced, which stays as it is."""
     if not h.nesterov:
         return [buffer.clone() for buffer in advanced]
@@ -602,7 +617,7 @@ def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[H
     return torch.stack(bounds)
 
 
-def _decay_cautiously(targets: list[Tensor], updates: list[Tensor], kept: float | Tensor) -> None:
+def _decay_cautiously(targets: TensorList, updates: TensorList, kept: float | Tensor) -> None:
     """Decay the elements whose update has their sign (or is zero)."""
     decays = torch._foreach_mul(targets, [u.to(t.dtype) for t, u in zip(targets, updates)])
     torch._foreach_sign_(decays)  # a product may be too small for a comparison with zero

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import chain
 
 import torch
@@ -24,7 +24,45 @@ _FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies le
 _PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
 
 
-def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
+class Tensors(tuple[Tensor, ...]):
+    """Tensors of one device that stay where they are: kernels look at each of them once."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Tensors:
+        return tensors if isinstance(tensors, Tensors) else cls(tensors)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return (*map(Tensor.numel, self),)
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple([t.dtype for t in self])
+
+    @cached_property
+    def pointers(self) -> tuple[int, ...]:
+        return (*map(Tensor.data_ptr, self),)
+
+    @cached_property
+    def are_flat(self) -> bool:
+        """Whether all are contiguous and of up to 32 bits."""
+        is_narrow = all(dtype.itemsize <= 4 for dtype in {*self.dtypes})
+        return is_narrow and all(map(Tensor.is_contiguous, self))
+
+    def part(self, first: int, last: int) -> Tensors:
+        """Some that follow each other, with what is known of them."""
+        found = Tensors(self[first:last])
+        for name in ("numels", "dtypes", "pointers"):
+            found.__dict__[name] = getattr(self, name)[first:last]
+        if self.are_flat:
+            found.__dict__["are_flat"] = True
+        return found
+
+
+TensorList = list[Tensor] | tuple[Tensor, ...]
+
+
+def scale_all(tensors: TensorList, factor: float | Tensor) -> None:
     """Multiply each tensor in place by a number, a 0-d tensor, or its own element of a 1-D one."""
     if not tensors:
         return

@@ -139,7 +139,7 @@ class ListKernels:
     def _note(
         name: str, read: Sequence[Sequence[Tensor]], written: Sequence[Sequence[Tensor]]
     ) -> None:
-        lists = [*read, *written]
+        lists = [*map(list, (*read, *written))]
         kinds = {tuple(t.dtype for t in tensors) for tensors in zip(*lists, strict=True)}
         for count in _COUNTS:
             count.calls[f"list of {name}"] += len(kinds)
@@ -161,8 +161,10 @@ class ListKernels:
         cls._note("update", [targets, updates, *masters], [targets, *masters])
 
     @classmethod
-    def copy(cls, targets: list[Tensor], sources: list[Tensor], *, turned: bool) -> None:
-        cls._note("copy", [sources], [targets])
+    def copier(
+        cls, targets: list[Tensor], sources: list[Tensor], *, turned: bool
+    ) -> Callable[[], None]:
+        return lambda: cls._note("copy", [sources], [targets])
 
 
 def held(shapes: Shapes, rank: int, world: int, replicas: int = 1) -> RankShards:

@@ -162,6 +162,32 @@ def test_batches_of_strided_matrices(kernels):
     assert not workspace[outside].any(), "nothing is written outside of the results"
 
 
+@pytest.mark.parametrize("tma", [False, True])
+def test_wide_tiles(kernels, tma):
+    """Two squares at a time, one of which may lie above the diagonal; operands of rows or columns
+    that lie together, of which the accelerator's copies take the first."""
+    if kernels.is_interpreted:
+        tile, m, k = kernels.syrk.Tile(16, 32, 4, 2, halves=2, tma=tma), 96, 64
+    else:
+        tile, m, k = kernels.syrk.Tile(128, 64, 8, 3, halves=2, tma=tma), 768, 320
+        if tile not in kernels.syrk.tiles_for(torch.cuda.get_device_capability()):
+            pytest.skip("wide tiles are for Hopper")
+    for batch, turned, with_all in itertools.product((1, 3), (False, True), (False, True)):
+        shape = (batch, k, m) if turned else (batch, m, k)
+        a, bt = kernels.random(*shape, dtype=F16), kernels.random(*shape, dtype=F16)
+        c, how = kernels.random(batch, m, m, dtype=F16), {"out": kernels.empty(batch, m, m)}
+        if with_all:
+            how = {"out": kernels.empty(batch, m, m, dtype=F16), "beta": 0.5, "diag": 1.0}
+            how["plain"] = kernels.empty(batch, m, m, dtype=F16)
+        a, bt = (a.mT, bt.mT) if turned else (a, bt)
+        by_tma = kernels.syrk._descriptor(a, tile.block, tile.block_k) is not None
+        assert by_tma is not turned
+        check_symm(kernels, a, bt, c if with_all else None, tile=tile, **how)
+    # What they do not divide is computed by the default tile.
+    cut = kernels.random(2, m - 16, k, dtype=F16)
+    check_symm(kernels, cut, cut, out=kernels.empty(2, m - 16, m - 16, dtype=F16), tile=tile)
+
+
 def test_unusual_operands(kernels):
     tile = kernels.tile(16, 32, 4, 2)
     shared = kernels.random(30, 12).expand(2, 30, 12)  # one matrix for a whole batch
@@ -176,6 +202,8 @@ def test_unusual_operands(kernels):
     check_symm(kernels, none, none, c + c.mT, out=c.clone(), beta=2.0, diag=1.0, tile=tile)
     kernels.syrk.symm_mm(c, c, kernels.empty(20, 20), out=(out := c.clone()), beta=0.0, tile=tile)
     assert out.isfinite().all(), "c is not read where beta is 0"
+    how = {"alpha": 0.0, "beta": 2.0, "diag": 1.0, "tile": tile}
+    check_symm(kernels, c, c, c + c.mT, out=kernels.empty(20, 20), **how)
     a = kernels.random(2, 20, 20)
     a[0, 3, 4] = math.nan
     kernels.syrk.symm_mm(a, a, out=(out := kernels.empty(2, 20, 20)), tile=tile)
@@ -375,7 +403,7 @@ def test_parts_of_matrices_are_copied(kernels, turned):
     targets = [memory[0, 3:70, 5:140], memory[1, :, :64], memory[2, 5:6, 7:8]]
     sources = [kernels.random(*(t.mT if turned else t).shape) for t in targets]
     sources = [source.mT if turned else source for source in sources]
-    kernels.lists.copy(targets, sources, turned=turned)
+    kernels.lists.copier(targets, sources, turned=turned)()
     for to, source in zip(targets, sources):
         assert torch.equal(to, source)
         to.zero_()
@@ -445,7 +473,7 @@ def test_nothing_to_do_and_other_tensors(kernels):
     kernels.momentum(none, none.clone(), none.clone())
     kernels.update(none, none.clone(), 1.0, 1.0)
     assert torch.equal(x, before)
-    wide, other = x.double(), kernels.random(1, 5, 4)
+    wide, other = x.double(), kernels.random(1, 5, 5)
     for call in (
         lambda: kernels.syrk.prepared_iteration(wide, POLAR, (2,)),
         lambda: kernels.update(x, other, 1.0, 1.0),

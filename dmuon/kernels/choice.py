@@ -163,17 +163,20 @@ def offered_backends(
         is_rounded = default == "torch_rounded"
         torch_pays = rows <= _TINY_ROWS if is_rounded else ops.strips_in(rows, strip) > 1
         return (default, "torch") if torch_pays else (default,)
-    found = ("torch", "triton", "triton_small")
+    found = ("torch", *["triton"] * ops.is_even(rows), "triton_small")
     return tuple(name for name in found if why_not(name, device, dtype, rows) is None)
 
 
-def offered_tiles(backend: str, device: Device, dtype: torch.dtype) -> tuple[str, ...]:
-    """The tile configurations of a backend that are worth measuring; ("",) if it has none."""
+def offered_tiles(
+    backend: str, device: Device, dtype: torch.dtype, m: int = 0, n: int = 0
+) -> tuple[str, ...]:
+    """The tile configurations of a backend that are worth measuring, for m x n matrices where they
+    are given; ("",) if it has none."""
     if backend != "triton":
         return ("",)
     from dmuon.kernels.triton_syrk import tiles_for
 
-    return tuple(str(tile) for tile in tiles_for(devices.of(device).capability(), dtype))
+    return tuple(map(str, tiles_for(devices.of(device).capability(), dtype, m, n)))
 
 
 def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> str | None:
@@ -313,7 +316,8 @@ def candidates(
         ]
     found = [fixed]
     for name in offered_backends(device, dtype, m, speeds) if backend == "auto" else (backend,):
-        tiles = (fixed.tile,) if name == fixed.backend else offered_tiles(name, device, dtype)
+        offered = offered_tiles(name, device, dtype, m, n)
+        tiles = (fixed.tile,) if name == fixed.backend else offered
         found += [KernelChoice(*form, name, fixed.dtype, t) for t, form in product(tiles, forms)]
     return tuple(dict.fromkeys(found))
 

@@ -173,16 +173,33 @@ class RoundedOps(StripsOps):
 
 
 class TritonOps(MatmulOps):
-    """``triton``: symmetric products by triangles of tiles, see `triton_syrk.symm_mm`."""
+    """``triton``: symmetric products by triangles of tiles, see `triton_syrk.symm_mm`; by torch
+    where a size is no multiple of 16, which the kernel would copy element by element.
+
+    Factors of m x m are symmetric: the second one is passed as its own transpose, whose columns
+    lie together, as tensor cores have it best.
+    """
 
     def __init__(self, multiply: Callable[..., None]) -> None:
         self._multiply = multiply
 
     def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **how: Any) -> Exchange:
-        self._multiply(a, b.mT, c, **how)
+        if not is_even(*a.shape[-2:]):
+            return self.general(a, b, c, **how)
+        self._multiply(a, b, c, **how)
         return ()
 
-    shifted = symmetric  # type: ignore[assignment]
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Exchange:
+        return self.symmetric(x, x if is_even(*x.shape[-2:]) else xt, out=out)
+
+    def shifted(self, *operands: Tensor, **how: Any) -> Exchange:
+        is_ours = is_even(*operands[0].shape[-2:])
+        return (self.symmetric if is_ours else super().shifted)(*operands, **how)
+
+
+def is_even(*sizes: int) -> bool:
+    """Whether Triton's products take matrices of these sizes."""
+    return not any(size % 16 for size in sizes)
 
 
 class WholeOps(MatmulOps):
@@ -291,7 +308,7 @@ class SliceOps(MatmulOps):
     def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Iterator[None]:
         part = out if self._gram is None else self._gram
         if self._gram is None:
-            self._each(self._inner.symmetric, x, xt, out=out)
+            self._each(self._inner.gram, x, xt, out=out)
         elif not x.is_cpu:
             torch.bmm(x, xt, out_dtype=part.dtype, out=part)
         else:

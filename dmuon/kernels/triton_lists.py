@@ -13,9 +13,12 @@ is neither read nor written.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from torch import Tensor
 
 from dmuon.devices import of
 from dmuon.kernels.triton_syrk import check
+from dmuon.tensors import Tensors
+from dmuon.types import grouped
 
 _TILE = 2048  # elements that a program takes at a time
 _NORM_TILE = 1024  # where it adds up as many in float64
@@ -34,6 +39,7 @@ _TILES = 16  # of the largest tensor that a program takes, while there are few p
 _MAX_PARTS = 1024  # of a tensor
 _TABLES = 1024  # that are kept; each has a few numbers for a tensor
 
+Rows = tuple[tuple[int, ...], ...]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -235,36 +241,43 @@ def copy_kernel(
 
 
 @lru_cache(_TABLES)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """``[rows, tensors]`` on the device. Its contents are its name, so it never goes stale; and it
-    was copied on the stream that reads it."""
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=not of(device).is_cpu)
-    return host.to(device, non_blocking=True)
+def _table(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, bool]:
+    """``[rows, tensors]`` on the device, and whether all are multiples of 16. Its contents are its
+    name, so it never goes stale; and it was copied on the stream that reads it."""
+    values = array("q", chain.from_iterable(rows))
+    host = torch.frombuffer(values, dtype=torch.int64).view(len(rows), -1)
+    host = host if of(device).is_cpu else host.pin_memory()
+    return host.to(device, non_blocking=True), not reduce(or_, values) % 16
 
 
-def _tabled(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _tabled(rows: Rows, device: torch.device) -> tuple[Tensor, bool]:
     stream = 0 if of(device).is_cpu else torch.accelerator.current_stream(device).stream_id
-    return _table(tuple(map(tuple, rows)), device, stream)
+    return _table(rows, device, stream)
 
 
 def _launches(
     *lists: Sequence[Tensor], tile: int = _TILE
 ) -> Iterator[tuple[list[int], Tensor, int, dict[str, Any]]]:
     """(positions of tensors that have the same dtypes, their table, parts, options)."""
-    alike: dict[tuple[torch.dtype, ...], list[int]] = defaultdict(list)
-    for n, tensors in enumerate(zip(*lists, strict=True)):
-        check(tensors[0].shape, *tensors)
-        assert all(t.is_contiguous() for t in tensors)
-        if tensors[0].numel():
-            alike[tuple(t.dtype for t in tensors)].append(n)
+    looked = [*map(Tensors.of, lists)]
+    numels, device = looked[0].numels, lists[0][0].device
+    if any(x.numels != numels or not x.are_flat or x[0].device != device for x in looked):
+        for tensors in zip(*lists, strict=True):
+            check(tensors[0].shape, *tensors)
+        raise AssertionError("a list kernel takes contiguous tensors")
+    if all(numels) and all(len({*x.dtypes}) == 1 for x in looked):
+        alike = {(): [*range(len(numels))]}
+    else:
+        each = zip(*(x.dtypes for x in looked), strict=True)
+        alike = grouped((dtypes, n) for n, dtypes in enumerate(each) if numels[n])
     for some in alike.values():
-        numels = [lists[0][n].numel() for n in some]
-        rows = [numels, *([tensors[n].data_ptr() for n in some] for tensors in lists)]
-        aligned = all(not value % 16 for row in rows for value in row)
-        tiles = triton.cdiv(max(numels), tile)
+        rows = numels, *(x.pointers for x in looked)
+        if len(some) < len(numels):
+            rows = tuple(tuple([row[n] for n in some]) for row in rows)
+        tiles = triton.cdiv(max(rows[0]), tile)
         parts = min(tiles, max(1, min(_MAX_PARTS, triton.cdiv(tiles, _TILES))))
-        options = {"ALIGNED": aligned, "TILE": tile, "num_warps": _WARPS}
-        yield some, _tabled(rows, lists[0][0].device), parts, options
+        table, aligned = _tabled(rows, device)
+        yield some, table, parts, {"ALIGNED": aligned, "TILE": tile, "num_warps": _WARPS}
 
 
 def _mask(stays: Tensor | None, some: list[int], table: Tensor) -> tuple[Tensor, int]:
@@ -279,8 +292,7 @@ def _of(values: Tensor, some: list[int]) -> Tensor:
     """The values at these positions, which are in order."""
     if len(some) == len(values):
         return values.contiguous()
-    index = _tabled([some], values.device)
-    return values.index_select(0, index[0])
+    return values.index_select(0, _tabled((tuple(some),), values.device)[0][0])
 
 
 def norms(
@@ -302,7 +314,7 @@ def norms(
             values = sums.sum(2).sqrt_()
             if len(some) == len(buffers):
                 return values
-            found.index_copy_(1, _tabled([some], device)[0], values)
+            found.index_copy_(1, _tabled((tuple(some),), device)[0][0], values)
     return found
 
 
@@ -342,9 +354,11 @@ def update(
             )  # fmt: skip
 
 
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], *, turned: bool) -> None:
-    """Copy matrices ``[m, n]``, of one dtype each, where a target has its rows together and a
-    source too, or its columns where ``turned``."""
+def copier(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], *, turned: bool
+) -> Callable[[], None]:
+    """A function that copies matrices ``[m, n]``, of one dtype each, where a target has its rows
+    together and a source too, or its columns where ``turned``."""
     alike: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     for to, source in zip(targets, sources, strict=True):
         check(to.shape, to, source)
@@ -353,14 +367,19 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], *, turned: bool) 
             places = to.data_ptr(), source.data_ptr()
             steps = to.stride(0), source.stride(1 if turned else 0)
             alike[to.dtype].append((*to.shape, *places, *steps))
-    device = targets[0].device
-    with of(device).current():
-        for dtype, numbers in alike.items():
-            rows = [*zip(*numbers, strict=True)]
-            aligned = all(not value % 16 for row in rows for value in row)
-            most = max(triton.cdiv(n, _BLOCK) * triton.cdiv(m, _BLOCK) for n, m, *_ in numbers)
-            parts = min(_MAX_PARTS, triton.cdiv(most, 4))
-            copy_kernel[(len(numbers) * parts,)](
-                _tabled(rows, device), len(numbers), parts, TYPE=_TYPES[dtype], TURNED=turned,
-                ALIGNED=aligned, BLOCK=_BLOCK, num_warps=_WARPS,
-            )  # fmt: skip
+    device, launches = targets[0].device, []
+    for dtype, numbers in alike.items():
+        most = max(triton.cdiv(n, _BLOCK) * triton.cdiv(m, _BLOCK) for n, m, *_ in numbers)
+        parts = min(_MAX_PARTS, triton.cdiv(most, 4))
+        launches.append((_TYPES[dtype], (*zip(*numbers, strict=True),), len(numbers), parts))
+
+    def run() -> None:
+        with of(device).current():
+            for kind, rows, count, parts in launches:
+                table, aligned = _tabled(rows, device)
+                copy_kernel[(count * parts,)](
+                    table, count, parts, TYPE=kind, TURNED=turned, ALIGNED=aligned, BLOCK=_BLOCK,
+                    num_warps=_WARPS,
+                )  # fmt: skip
+
+    return run

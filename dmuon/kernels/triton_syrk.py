@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dmuon.devices import of
+from dmuon.devices import current_device, of
 from dmuon.types import Triple
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -36,7 +38,10 @@ _MAX_ROWS = 128  # of a small matrix
 def why_unavailable(device: torch.device | str) -> str | None:
     """None if these kernels run on a device, else the reason and what to do about it."""
     device = torch.device(device)
-    return of(device).why_no_triton() or _probed(device)
+    if (reason := of(device).why_no_triton()) is not None:
+        return reason
+    # One probe with and without an index, so that no later one has to wait for the device.
+    return _probed(device if device.index is not None else current_device(device.type))
 
 
 @triton.jit
@@ -76,19 +81,28 @@ def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The sizes of a product's tiles: ``block x block`` outputs, ``block_k`` columns at a time.
+    """The sizes of a product's tiles: ``block`` rows and ``halves`` times as many columns of it,
+    from ``block_k`` columns of the operands at a time, which with ``tma`` the tensor memory
+    accelerator of a Hopper GPU copies.
 
-    >>> str(Tile(128, 64, warps=4, stages=3))
-    '128x64-w4-s3'
+    >>> str(Tile(128, 64, warps=4, stages=3)), str(Tile(128, 64, 8, 3, halves=2, tma=True))
+    ('128x64-w4-s3', '128x64-w8-s3-wide-tma')
     """
 
     block: int
     block_k: int
     warps: int
     stages: int
+    halves: int = 1
+    tma: bool = False
 
     def __str__(self) -> str:
-        return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}"
+        how = "-wide" * (self.halves > 1) + "-tma" * self.tma
+        return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}{how}"
+
+    def divides(self, m: int, k: int) -> bool:
+        """Whether no tile of an ``m x m`` product is cut. A wide one must not be."""
+        return m % (self.halves * self.block) == 0 == k % self.block_k
 
 
 TILES = (
@@ -97,20 +111,29 @@ TILES = (
     Tile(128, 64, warps=8, stages=4),
     Tile(64, 64, warps=4, stages=4),
     Tile(64, 128, warps=4, stages=3),
+    # Of 128 x 128 outputs a Hopper multiprocessor reads operands faster than its shared memory
+    # gives them: 160 bytes a clock, against 128 for these.
+    Tile(128, 64, warps=8, stages=3, halves=2),
+    Tile(128, 64, warps=8, stages=3, halves=2, tma=True),
 )
 """For float16 and bfloat16; the first is the default for large matrices."""
 TILES_FLOAT32 = (Tile(64, 32, warps=8, stages=3),)
-# With mma.sync all registers of 4 warps go into a tile of 128 x 128, and some more.
-_HOPPER_ONLY = TILES[1]
 
 
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
-    """The tiles that are worth timing on a GPU of this compute capability: with a second
-    result none spills registers there where sizes and strides are multiples of 16, in the versions
-    of Triton that are tested. Other sizes are right, but slower."""
+def tiles_for(
+    capability: tuple[int, int], dtype: torch.dtype = torch.float16, m: int = 0, k: int = 0
+) -> tuple[Tile, ...]:
+    """The tiles that are worth timing on a GPU of this compute capability, for ``m x k`` operands
+    where they are given: none spills registers there, whatever the epilogue, in the versions of
+    Triton that are tested."""
     if dtype == torch.float32:
         return TILES_FLOAT32
-    return tuple(tile for tile in TILES if capability[0] == 9 or tile != _HOPPER_ONLY)
+    # With mma.sync all registers of 4 warps go into a tile of 128 x 128, and some more.
+    for_all = (tile for tile in TILES if tile.warps * 16 >= tile.block and tile.halves == 1)
+    found = TILES if capability[0] == 9 else tuple(for_all)
+    if 0 < m < 1024 or not TILES[-1].divides(m, k):  # or there are fewer than multiprocessors
+        found = tuple(tile for tile in found if tile.halves == 1)
+    return found
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
@@ -118,18 +141,6 @@ def default_tile(m: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
     return TILES[0] if m > 1024 else TILES[3]
-
-
-def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
-    """Launch options of a tile, beside its constants.
-
-    Two programs of the default tile share a Hopper multiprocessor, so that one computes while the
-    other stores: 65536 registers are 128 per thread. Without a bound Triton 3.8 takes 144; with it,
-    none are spilled. (With a second result they would be.)
-    """
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    bounded = hopper and tile == TILES[0] and not has_plain
-    return options | ({"maxnreg": 128} if bounded else {})
 
 
 def parse_tile(text: str) -> Tile:
@@ -202,9 +213,8 @@ def _dot(left, right, total):
 
 
 @triton.jit
-def _product(a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
-    """The float32 tile ``A @ B`` from pointers to the first k columns and rows of its operands."""
-    total = tl.zeros((a.shape[0], b.shape[1]), dtype=tl.float32)
+def _product(total, a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
+    """``total + A @ B`` in float32, from pointers to the first columns and rows of the operands."""
     for start in range(0, k, a.shape[1]):
         left = _load(a, rows_left, k - start, MASK)
         top = _load(b, k - start, cols_left, MASK)
@@ -252,43 +262,88 @@ def _store_on_diagonal(
 
 
 @triton.jit
+def _finish(
+    value, row, col, out_ptr, plain_ptr, m, out_row, diag,
+    HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store a square tile of one matrix and its mirror image; nothing of one above the diagonal."""
+    BLOCK: tl.constexpr = value.shape[0]
+    span = tl.arange(0, BLOCK)
+    if WIDE:
+        span = span.to(tl.int64)
+    down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
+    rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
+    inside = span[:, None] * out_row + span[None, :]
+    direct = down * out_row + right
+    if row == col:
+        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
+        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
+    elif row > col:
+        result = value.to(out_ptr.dtype.element_ty)
+        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
+        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
+        mirrored = right * out_row + down
+        out, plain = out_ptr + mirrored + inside, plain_ptr + mirrored + inside
+        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
+
+
+@triton.jit
 def symm_kernel(
     a_ptr, bt_ptr, c_ptr, out_ptr, plain_ptr, m, k,
     a_batch, a_row, a_col, bt_batch, bt_row, bt_col, c_batch, c_row, out_batch, out_row,
-    alpha, beta, diag,
+    alpha, share, diag,
     HAS_C: tl.constexpr, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the lower triangle of one matrix, and its mirror image; see `symm_mm`."""
-    tiles = tl.cdiv(m, BLOCK)
-    triangle = tiles * (tiles + 1) // 2
+    """``alpha * (share * c + a @ bt^T) + diag * I``: one tile of the lower triangle of one matrix,
+    or two of a row, and their mirror images; see `symm_mm`. With TMA the operands are descriptors
+    of ``[b, m, k]``."""
+    COLS: tl.constexpr = HALVES * BLOCK
+    tiles = tl.cdiv(m, COLS)
+    triangle = HALVES * (tiles * (tiles + 1) // 2)
     program = tl.program_id(0)
-    batch = (program // triangle).to(tl.int64)
-    row, col = tile_of(program % triangle, tiles)
+    batch, index = program // triangle, program % triangle
+    row, col = tile_of(index // HALVES, tiles)
+    row, col = row * HALVES + index % HALVES, col * HALVES
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
-    span, span_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    span, cols, span_k = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, BLOCK_K)
     if WIDE:  # strides with which the offsets inside one tile pass 2^31
-        span, span_k = span.to(tl.int64), span_k.to(tl.int64)
-    a = _at(a_ptr + batch * a_batch + down * a_row, span, span_k, a_row, a_col)
-    b = _at(bt_ptr + batch * bt_batch + right * bt_row, span_k, span, bt_col, bt_row)
-    value = alpha * _product(a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
+        span, cols, span_k = span.to(tl.int64), cols.to(tl.int64), span_k.to(tl.int64)
+    far = batch.to(tl.int64)
     if HAS_C:
-        c = c_ptr + batch * c_batch + down * c_row + right
-        held = _load(c + span[:, None] * c_row + span[None, :], rows_left, cols_left, MASK)
-        value += beta * held.to(tl.float32)
-    inside = batch * out_batch + span[:, None] * out_row + span[None, :]
-    direct = inside + down * out_row + right
-    mirrored = inside + right * out_row + down
-    if row == col:
-        out, plain = out_ptr + direct, plain_ptr + direct
-        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
+        # It is where the sum begins, because added to the sum it would need registers of its own.
+        c = _at(c_ptr + far * c_batch + down * c_row + right, span, cols, c_row, 1)
+        value = share * _load(c, rows_left, cols_left, MASK).to(tl.float32)
     else:
-        result = value.to(out_ptr.dtype.element_ty)
-        out, plain = out_ptr + direct, plain_ptr + direct
-        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
-        out, plain = out_ptr + mirrored, plain_ptr + mirrored
-        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
+        value = tl.zeros((BLOCK, COLS), dtype=tl.float32)
+    if TMA:
+        for start in range(0, k, BLOCK_K):
+            left = a_ptr.load([batch, row * BLOCK, start]).reshape((BLOCK, BLOCK_K))
+            top = bt_ptr.load([batch, col * BLOCK, start]).reshape((COLS, BLOCK_K))
+            value = _dot(left, tl.trans(top), value)
+    else:
+        a = _at(a_ptr + far * a_batch + down * a_row, span, span_k, a_row, a_col)
+        b = _at(bt_ptr + far * bt_batch + right * bt_row, span_k, cols, bt_col, bt_row)
+        value = _product(value, a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
+    value = alpha * value
+    out_ptr += far * out_batch
+    plain_ptr += far * out_batch
+    if HALVES == 1:
+        _finish(value, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(value, (BLOCK, 2, BLOCK)), (0, 2, 1)))
+        _finish(first, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
+        _finish(second, row, col + 1, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
+
+
+def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
+    """For tiles ``rows x cols`` of ``[b, m, k]``; None where the accelerator cannot copy them."""
+    steps = [x.shape[1] * x.shape[2] if len(x) == 1 else x.stride(0), *x.stride()[1:]]
+    even = [x.data_ptr(), *(step * x.itemsize for step in steps[:2])]
+    if steps[2] != 1 or any(value % 16 for value in even):
+        return None
+    return TensorDescriptor(x, list(x.shape), steps, [1, rows, cols])
 
 
 def symm_mm(
@@ -327,19 +382,32 @@ def symm_mm(
     if batch == 0 or m == 0:
         return
     tile = tile or default_tile(m, a.dtype)
-    blocks = triton.cdiv(m, tile.block)
+    if tile.halves > 1 and not tile.divides(m, k):
+        tile = default_tile(m, a.dtype)
+    blocks = triton.cdiv(m, tile.halves * tile.block)
     inner = [s for x in (a, bt, held, out) for s in x.stride()[1:]]
+    given: tuple[Any, ...] = a, bt
+    if tile.tma:
+        sizes = (a, tile.block), (bt, tile.halves * tile.block)
+        given = tuple(_descriptor(x, rows, tile.block_k) for x, rows in sizes)
+    by_tma = tile.tma and None not in given
+    # A factor of zero leaves c alone.
+    scale, share, depth = (float(alpha), beta / alpha, k) if alpha else (1.0, float(beta), 0)
     with of(out.device).current():
-        symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
-            *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt)),
-            *(*strides(held)[:2], *strides(out)[:2], float(alpha), float(beta), float(diag)),
+        symm_kernel[(batch * tile.halves * blocks * (blocks + 1) // 2,)](
+            *(given if by_tma else (a, bt)),
+            *(held, out, kept, m, depth, *strides(a), *strides(bt)),
+            *(*strides(held)[:2], *strides(out)[:2], scale, share, float(diag)),
             HAS_C=held is not out,
             HAS_PLAIN=plain is not None,
-            MASK=m % tile.block != 0 or k % tile.block_k != 0,
+            MASK=not tile.divides(m, k),
             WIDE=max(inner) >= _WIDE_STRIDE,
             BLOCK=tile.block,
             BLOCK_K=tile.block_k,
-            **launch_options(tile, plain is not None, of(out.device).capability()[0] == 9),
+            HALVES=tile.halves,
+            TMA=by_tma,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
 
 

@@ -456,6 +456,7 @@ class Engine(ABC):
         """Numbers of the last step, without a collective; see `Muon.stats`."""
         self._runtime.synchronize()
         (matrices, rms), specs = self._update_rms(), self._runtime.plan.specs.matrices
+        lists = "torch" if list_kernels(self._runtime.device) is None else "triton"
         return {
             "ns_dtype": dtype_name(self._settings.ns_dtype),
             "update_rms": {specs[i].name: value for i, value in zip(matrices, rms.tolist())},
@@ -464,7 +465,7 @@ class Engine(ABC):
             "below_eps": self._message.found.below_eps,
             "bytes": dict(self._last.bytes),
             "step_bytes": self.step_bytes(),
-            "kernels": self._kernels.report(),
+            "kernels": self._kernels.report() | {"lists": lists},
         }
 
     def step_bytes(self) -> dict[str, int]:

@@ -44,7 +44,7 @@ from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOperands, at
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
-from dmuon.tensors import are_raw, into_range, scale_all
+from dmuon.tensors import TensorList, Tensors, are_raw, into_range, scale_all
 from dmuon.types import Layout, NewParameters, OwnershipError, warn
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
@@ -62,7 +62,7 @@ class _Arrivals:
     rows: int
     cols: int
     blocks: list[int]
-    updates: list[Tensor]
+    updates: Tensors
     positions: Tensor
 
 
@@ -253,7 +253,8 @@ class ParamsEngine(Engine):
         for (group, rows, cols, _), members in alike.items():
             blocks = [k for k, _ in members]
             positions = _index([self._operands.position_of[k] for k in blocks], state.device)
-            found.append(_Arrivals(group, rows, cols, blocks, [u for _, u in members], positions))
+            arrive = Tensors(update for _, update in members)
+            found.append(_Arrivals(group, rows, cols, blocks, arrive, positions))
         return found
 
     def _bind_block_step(self) -> None:
@@ -379,7 +380,7 @@ class ParamsEngine(Engine):
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
         """Take the step but for the last updates; False: nothing, as a gradient is not finite."""
         runtime, operands = self._runtime, self._operands
-        of_blocks = self._state.gradients_of_blocks(grads)
+        of_blocks = operands.gradients(grads)
         norms = operands.fill(of_blocks, self._hypers)
         inf, late = self._amp.found_inf, self._late
         if late is not None and self._settings.nonfinite == "raise":  # this step is called off
@@ -472,7 +473,7 @@ class ParamsEngine(Engine):
 
     def _block_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
         state, operands = self._state, self._block_operands
-        of_blocks = state.gradients_of_blocks(grads)
+        of_blocks = operands.gradients(grads)
         norms = operands.fill(of_blocks, self._hypers)
         blocks, (checked, _) = [state.blocks[k] for k in operands.order], self._checked(grads)
         parameters, inf = [b.parameter for b in blocks], self._amp.found_inf
@@ -536,19 +537,19 @@ class ParamsEngine(Engine):
         self,
         group: int,
         blocks: Sequence[int],
-        updates: list[Tensor],
+        updates: TensorList,
         lr: float,
         bad: Tensor | None,
     ) -> None:
         """Decay and update the weights of blocks of a param group, but where ``bad``, a bool or one
         per block, is true."""
         state, h = self._state, self._hypers[group]
-        targets = [state.targets[k] for k in blocks]
+        targets = state.listed("targets", blocks)
         where = targets[0].device
         if updates[0].device != where:  # CPU offload
             updates = [update.to(where) for update in updates]
         has_masters = state.targets is not state.weights
-        weights = [state.weights[k] for k in blocks] if has_masters else None
+        weights = state.listed("weights", blocks) if has_masters else None
         stays = None if bad is None else bad.to(where)
         self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 

@@ -21,17 +21,24 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import finite_norms, into_range, norms_into, scale_into, squares_fit
+from dmuon.tensors import (
+    Tensors,
+    finite_norms,
+    into_range,
+    norms_into,
+    scale_into,
+    squares_fit,
+)
 from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
-Outlet = tuple[int, Tensor | Sequence[Tensor]]
+Outlet = tuple[int, Tensor | Tensors]
 """First position of operands, and where they leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What operands are written by: gradients by block, and by position scales and what is bad."""
+    """What operands are written by: their own gradients, and by position scales and what is bad."""
 
     grads: Sequence[Tensor]
     hypers: Sequence[Hyper]
@@ -151,28 +158,25 @@ class BlockState:
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
         entries = {i: self._optimizer.state[self._runtime.parameters[i]] for i in self._muon}
         momentum = {i: stored_tensor(entry[MOMENTUM]) for i, entry in entries.items()}
+        self._listed: dict[tuple[str, tuple[int, ...]], Tensors] = {}
         self.weights = self.targets = self._of_blocks(weights)
         self.momentum = self._of_blocks(momentum)
         if any(MASTER in entry for entry in entries.values()):
             targets = {i: stored_tensor(e.get(MASTER, weights[i])) for i, e in entries.items()}
             self.targets = self._of_blocks(targets)
 
+    def listed(self, name: str, blocks: Sequence[int]) -> Tensors:
+        """The "momentum", "targets" or "weights" of blocks; the same list at every call."""
+        key = name, tuple(blocks)
+        if key not in self._listed:
+            whole = getattr(self, name)
+            self._listed[key] = Tensors(whole[k] for k in blocks)
+        return self._listed[key]
+
     def begin_step(self) -> None:
         """Someone may have moved a parameter's storage."""
         if self._version != self._runtime.locals.version:
             self._look_up()
-
-    def gradients_of_blocks(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
-        """The gradient of every block, zeros where there is none, from local ones by parameter."""
-        found = []
-        for k, b in enumerate(self.blocks):
-            grad = grads.get(b.parameter)
-            if grad is None:
-                grad = self.momentum[k].new_zeros(()).expand(self.momentum[k].shape)
-            elif b.index is not None:
-                grad = grad[b.index]
-            found.append(grad)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,17 @@ class _InOrder:
         self._counts = [state.is_counted(state.blocks[k]) for k in self.order]
         groups = groupby(state.blocks[k].group for k in self.order)
         self._groups = [(group, len(list(members))) for group, members in groups]
+
+    def gradients(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        """What the other methods take, from local gradients by parameter: the gradient of every
+        block, zeros where there is none."""
+        found = []
+        for b, momentum in zip(self._state.blocks, self._state.momentum, strict=True):
+            grad = grads.get(b.parameter)
+            if grad is None:
+                grad = momentum.new_zeros(()).expand(momentum.shape)
+            found.append(grad if b.index is None or b.parameter not in grads else grad[b.index])
+        return found
 
     def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
         """`into_range` of each norm, by position."""
@@ -410,15 +425,20 @@ class PassingOperands(_InOrder):
         flats = send.split([shape.numel() for shape in shapes])
         views = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
         cuts = _cuts(self._kinds[first:last], [0] * len(views), 1)
-        return [(first + a, views[a:b]) for a, b in cuts]
+        return [(first + a, Tensors(views[a:b])) for a, b in cuts]
+
+    def gradients(self, grads: Mapping[int, Tensor]) -> Tensors:
+        """By position."""
+        found = super().gradients(grads)
+        return Tensors(found[k] for k in self.order)
 
     def fill(self, grads: Sequence[Tensor], hypers: Sequence[Hyper]) -> Tensor:
         """See `Operands.fill`; nothing is written."""
         for first, last in self._runs:
             (group, working), blocks = self._kinds[first], self.order[first:last]
-            found = [grads[k] for k in blocks]
+            found = Tensors.of(grads).part(first, last)
             if first < self._count:
-                buffers = [self._state.momentum[k] for k in blocks]
+                buffers = self._state.listed("momentum", blocks)
                 norms = self._rules[group].operand_norms(buffers, found, hypers[group], working)
             else:
                 norms = finite_norms(found)  # of gradients alone
@@ -432,7 +452,7 @@ class PassingOperands(_InOrder):
     def write(self, outlet: Outlet, now: Pass) -> None:
         """Scaled operands to where they leave, and momentum; zeros where bad, and it stays."""
         first, to = outlet
-        self._advance(first, len(to), [*to], now)
+        self._advance(first, len(to), Tensors.of([*to]) if isinstance(to, Tensor) else to, now)
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
         """Advance the momentum of ``others``."""
@@ -440,12 +460,12 @@ class PassingOperands(_InOrder):
             if first >= self._count:
                 self._advance(first, last - first, None, Pass(grads, hypers, None, bad))
 
-    def _advance(self, first: int, count: int, to: list[Tensor] | None, now: Pass) -> None:
+    def _advance(self, first: int, count: int, to: Tensors | None, now: Pass) -> None:
         (group, working), blocks = self._kinds[first], self.order[first : first + count]
         self._rules[group].advance_into(
             to,
-            [self._state.momentum[k] for k in blocks],
-            [now.grads[k] for k in blocks],
+            self._state.listed("momentum", blocks),
+            Tensors.of(now.grads).part(first, first + count),
             now.hypers[group],
             working,
             scales=None if now.scales is None else now.scales.narrow(0, first, count),

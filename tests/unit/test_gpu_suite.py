@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 import tarfile
 import threading
 import time
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +20,13 @@ from unittest import mock
 import pytest
 import torch
 
+import dmuon
 from benchmarks import gpu, gpu_parts, results
 from benchmarks.results import LOST, Rows
+from benchmarks.rivals import RIVALS
+from dmuon import devices, rule
+from tests.accelerator import Pretended
+from tests.collectives import ISSUED, issued
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -64,6 +72,21 @@ def test_every_row_is_on_disk_whatever_others_raise(tmp_path):
     late = Rows(str(path), CPU, budget_s=0.0)
     assert not late.attempt("late", failing(AssertionError("it ran")))
     assert on_disk(path)["left_out"] == ["late"] and not late.failed
+    again = Rows(str(path), CPU, resume=True)
+    assert again.attempt("late", lambda: {}) and not again.attempt("b", failing(AssertionError()))
+
+
+def test_the_rest_of_a_part_runs_when_a_call_goes_on(tmp_path):
+    """What was interrupted is measured again, what failed is not."""
+    path = str(tmp_path / "rows.json")
+    rows = Rows(path, CPU)
+    assert not rows.attempt("wrong", failing(ValueError()))
+    with pytest.raises(KeyboardInterrupt):
+        rows.attempt("slow", failing(KeyboardInterrupt()))
+    assert on_disk(Path(path))["left_out"] == ["slow"]
+    rows = Rows(path, CPU, resume=True)
+    assert rows.attempt("slow", lambda: {"ms": 1}) and not rows.attempt("wrong", lambda: {})
+    assert [row["name"] for row in rows.rows] == ["wrong", "slow"]
 
 
 def test_a_lost_device_ends_the_process(tmp_path, monkeypatch):
@@ -194,23 +217,76 @@ def test_a_part_has_its_other_rows_whatever_some_do(tmp_path):
     assert outcome["note"].endswith("exit code -6, begun again")
 
 
-def test_parts_fit_a_call_and_those_that_do_not_are_named():
-    now, ran = [0.0], []
+def test_a_row_that_hangs_ends_alone(tmp_path):
+    """Where no signal reaches Python either: the part is begun again after that row."""
+    code = WITH_ROWS.replace("os.abort", "hang").replace("resume", "row_s=1.0, resume")
+    code = code.replace("\nrows =", "\nhang = lambda: ctypes.PyDLL(None).pause()\nrows =")
+    one = gpu.Part("one", "", 60.0, ("-c", code.replace("import os", "import ctypes, os")))
+    outcome = gpu.run_part(one, tmp_path, 240.0)
+    rows = on_disk(tmp_path / "one.json")["rows"]
+    assert [row["name"] for row in rows] == [*"abcde"]
+    assert rows[1]["failure"] == "the process ended while this was measured"
+    assert outcome["note"].endswith("exit code 1, begun again") and not outcome["unfinished"]
+    assert "Timeout" in (tmp_path / "one.log").read_text(), "where it hung"
 
-    def run(one: gpu.Part, out: Path, limit_s: float) -> dict[str, Any]:
-        ran.append(one.name)
-        assert limit_s >= one.most_s / 2
-        now[0] += limit_s  # the worst case
-        return {"name": one.name, "passed": False, "note": "", "seconds": limit_s}
 
-    later, calls = [one.name for one in gpu.parts()], 0
-    while later:
+WORST = {"smoke", "kernels", "tests", "rivals", "whole", "profile"}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 1.0, 2.0])
+def test_a_quarter_of_an_hour_reaches_the_profile(share):
+    """Two calls, of five and of six minutes, in which parts take a share of their limit (2: they
+    are cut off at it, and have more to do)."""
+    now, ended, outcomes = [0.0], [], {}
+
+    def run(one: gpu.Part, out: Path, limit_s: float, goes_on: bool) -> dict[str, Any]:
+        left = share * one.most_s - sum(s for name, s in ended if name == one.name)
+        assert goes_on is (one.name in [name for name, _ in ended])
+        ended.append((one.name, min(left, limit_s)))
+        now[0] += min(left, limit_s)
+        row = {"name": one.name, "passed": left <= limit_s, "note": "", "seconds": 1.0}
+        return row | {"unfinished": left > limit_s}
+
+    for minutes in (5, 6):
         begin = now[0]
-        plan = [one for one in gpu.parts() if one.name in later]
-        later = gpu.run_parts(plan, Path(), gpu.BUDGET_S, run=run, clock=lambda: now[0])
-        assert now[0] - begin <= gpu.BUDGET_S < 600 - 2 * 10
+        how = {"run": run, "clock": lambda: now[0]}
+        gpu.run_parts(gpu.parts(), Path(), 60 * minutes, outcomes, **how)
+        assert now[0] - begin <= 60 * minutes
+        if minutes == 5:
+            assert {"smoke", "kernels", "tests"} <= outcomes.keys(), "what counts most"
+    seconds = Counter[str]()
+    for name, s in ended:
+        seconds[name] += s
+    limits = {one.name: one.most_s for one in gpu.parts()}
+    assert all(seconds[name] >= min(1.0, share) * limits[name] for name in WORST), seconds
+    order = [one.name for one in gpu.parts()]
+    assert order[:6] == ["smoke", "kernels", "tests", "rivals", "whole", "profile"]
+    assert share < 1 or not outcomes.keys() >= {*order}
+
+
+def test_parts_fit_calls_and_what_had_no_time_is_waiting():
+    now, ran, outcomes = [0.0], [], {}
+
+    def run(one: gpu.Part, out: Path, limit_s: float, goes_on: bool) -> dict[str, Any]:
+        ran.append(one.name)
+        assert limit_s <= one.most_s and goes_on is (one.name in outcomes)
+        now[0] += limit_s  # the worst case
+        is_cut = limit_s < one.most_s and not goes_on
+        row = {"name": one.name, "passed": False, "note": "", "seconds": limit_s}
+        return row | {"unfinished": is_cut}
+
+    calls, names = 0, [one.name for one in gpu.parts()]
+    while gpu.waiting(gpu.parts(), outcomes):
+        begin, budget_s = now[0], 60 * gpu.MINUTES
+        how = {"run": run, "clock": lambda: now[0]}
+        gpu.run_parts(gpu.parts(), Path(), budget_s, outcomes, **how)
+        assert now[0] - begin <= budget_s < 600 - 2 * 10
         calls += 1
-    assert ran == [one.name for one in gpu.parts()] and calls <= 4
+    assert {*ran} == {*names} and calls <= 3, ran
+    ended = {"unfinished": True, "limit_s": 75.0}, {"unfinished": False}
+    some = dict(zip(names, (*ended, {"unfinished": True, "limit_s": 30.0})))
+    left = [one.name for one in gpu.waiting(gpu.parts(), some)]
+    assert left == [*names[2:], "smoke"], "what had its time comes last"
 
 
 def test_without_a_gpu_the_plan_is_printed(monkeypatch, capsys):
@@ -251,23 +327,24 @@ def test_caches_that_do_not_fit_stay_behind(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(os.urandom(200_000))
     kept = {"gpu/a.json", "gpu/cache/triton/k/one.cubin", "gpu/cache/xdg/c"}
-    assert gpu.pack(tmp_path) == [] and packed(tmp_path) == kept
-    left = gpu.pack(tmp_path, limit=150_000)
+    archive = tmp_path / "gpu.tar.gz"
+    assert gpu.pack(tmp_path, archive) == [] and packed(archive) == kept
+    left = gpu.pack(tmp_path, archive, limit=150_000)
     assert left == ["cache/xdg/c", "cache/triton/k/one.cubin"]
-    assert packed(tmp_path) == {"gpu/a.json"}, "results are always in it"
+    assert packed(archive) == {"gpu/a.json"}, "results are always in it"
 
 
-def packed(out: Path) -> set[str]:
-    with tarfile.open(out / "gpu.tar.gz") as archive:
+def packed(path: Path) -> set[str]:
+    with tarfile.open(path) as archive:
         return set(archive.getnames())
 
 
 # ---- the whole ---------------------------------------------------------------------------
 
-# Nothing in it needs a solver.
+# As on a bare machine: no solver, and dmuon from source.
 DRY = """
 import runpy, sys
-sys.modules.update(dict.fromkeys(("pulp", "highspy", "matplotlib")))
+sys.modules.update(dict.fromkeys(("pulp", "highspy", "hypothesis", "matplotlib")))
 sys.argv = ["gpu", "--dry-run", *sys.argv[1:]]
 runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """
@@ -276,14 +353,16 @@ runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 def test_a_dry_run_measures_something_in_every_part(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     # The others are these with other arguments, or judged above and below.
-    names = ["smoke", "kernels_float16", "profile"]
+    names = ["smoke", "rivals", "whole", "profile"]
+    archive = tmp_path / "brought back" / "all.tar.gz"
     command = [sys.executable, "-c", DRY, "--out", str(tmp_path), "--parts", ",".join(names)]
+    command += ["--archive", str(archive)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "To go on" not in ended.stdout, "its budget reaches for everything"
     files = {f"gpu/{name}.{kind}" for name in names for kind in ("json", "log")}
     files |= {"gpu/gpu.json", "gpu/gpu.md", "gpu/full.trace.json.gz", "gpu/block.trace.json.gz"}
-    assert files <= packed(tmp_path)
+    assert files <= packed(archive)
     whole = on_disk(tmp_path / "gpu.json")
     assert [one["name"] for one in whole["rows"]] == names
     assert all(one["passed"] for one in whole["rows"]) and not whole["targets"]
@@ -298,14 +377,19 @@ def test_a_dry_run_measures_something_in_every_part(tmp_path):
     for row in (full, block):
         assert row["host_ms"] > 0 and row["aten_calls"] > 0 and row["kernels"] > 0
         assert {"busy_ms", "idle_ms", "longest_gaps_us", "launches", "step_bytes"} <= row.keys()
-    measured = [r for r in on_disk(tmp_path / "kernels_float16.json")["rows"] if "median_ms" in r]
-    assert {"standard", "ours"} <= {row["contender"] for row in measured}
+    measured = [r for r in on_disk(tmp_path / "rivals.json")["rows"] if "contender" in r]
+    timed = {row["contender"] for row in measured if "median_ms" in row}
+    assert {"standard", "ours", "torch.optim.Muon"} <= timed
+    assert {row["contender"] for row in measured if "left_out" in row} == {*RIVALS} - timed
+    steps = on_disk(tmp_path / "whole.json")["rows"]
+    assert [row["contender"] for row in steps] == ["dmuon.Muon", "torch.optim.Muon"]
+    assert all(row["median_ms"] > 0 for row in steps) and steps[0]["lists"] == "torch"
 
 
 def test_a_call_that_is_cut_off_leaves_an_archive(tmp_path, monkeypatch):
     one = part("rows({'name': 'a'}); signal.pause()")
     monkeypatch.setattr(gpu, "parts", lambda dry=False: (one,))
-    monkeypatch.setattr(gpu, "BUDGET_S", 60.0)
+    monkeypatch.setattr(gpu, "MINUTES", 1.0)
 
     def cut_off() -> None:
         while not (tmp_path / "one.json").exists():
@@ -321,7 +405,7 @@ def test_a_call_that_is_cut_off_leaves_an_archive(tmp_path, monkeypatch):
         thread.join()
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
             signal.signal(number, handler)
-    assert {"gpu/gpu.json", "gpu/one.json"} <= packed(tmp_path)
+    assert {"gpu/gpu.json", "gpu/one.json"} <= packed(tmp_path / "gpu.tar.gz")
     assert on_disk(tmp_path / "gpu.json")["rows"][0]["note"] == "stopped from outside"
 
 
@@ -343,7 +427,7 @@ def test_targets(tmp_path):
             {"case": "128 experts 768 x 2048", "contender": "ours_whole", **experts},
         ]  # fmt: skip
         found = {"machine": {"gpu": name}, "rows": rows}
-        (tmp_path / "kernels_float16.json").write_text(json.dumps(found))
+        (tmp_path / "kernels.json").write_text(json.dumps(found))
         (tmp_path / "accuracy.json").write_text(json.dumps({"rows": [row, *more]}))
         return [target["passed"] for target in gpu.targets(tmp_path)]
 
@@ -384,3 +468,66 @@ def test_a_wrong_update_is_seen(monkeypatch, travels):
     with gpu_parts.one_process(CPU):
         row = gpu_parts.step_row(setting, CPU, 2, toy=True)
     assert not row["passed"] and row["update_difference"] > row["limit"]
+
+
+class Accelerator(Pretended):
+    """On which Triton's kernels run, in its interpreter."""
+
+    has_triton = True
+    inside_a_step = False
+
+    __slots__ = ()
+
+    def why_no_triton(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_kernels_are_probed_when_a_step_is_bound(monkeypatch, is_late):
+    """A probe inside `step` would wait for the device, which is an error there; and without its
+    kernels a step is as right, so only the route that is told shows it."""
+    pytest.importorskip("triton", reason="Triton is made for Linux")
+    from dmuon.kernels import triton_syrk
+    from tests.unit.test_triton import interpreted
+
+    lists, real = interpreted("triton_lists"), dmuon.Muon.step
+    probes: list[torch.device] = []
+
+    def probe(device: torch.device) -> None:
+        if Accelerator.inside_a_step:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        probes.append(device)
+
+    def step(self: dmuon.Muon, *given: Any, **how: Any) -> Any:
+        monkeypatch.setattr(Accelerator, "inside_a_step", True)
+        try:
+            return real(self, *given, **how)
+        finally:
+            monkeypatch.setattr(Accelerator, "inside_a_step", False)
+
+    monkeypatch.setitem(devices.TYPES, "cpu", Accelerator)
+    monkeypatch.setattr(triton_syrk, "_probed", probe)
+    monkeypatch.setattr("dmuon.kernels.triton_lists", lists)
+    monkeypatch.setattr(dmuon.Muon, "step", step)
+    if is_late:  # nobody asks when the step is bound
+        ask, asked = rule.list_kernels, itertools.count()
+        later = mock.Mock(side_effect=lambda device: ask(device) if next(asked) else None)
+        monkeypatch.setattr("dmuon.step.engine.list_kernels", later)
+    rule.list_kernels.cache_clear()
+    try:
+        with gpu_parts.one_process(CPU), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            row = gpu_parts.step_row(gpu_parts.Setting("replicated", "torch"), CPU, 2, toy=True)
+    finally:
+        rule.list_kernels.cache_clear()
+    assert row["update_difference"] <= row["limit"]
+    assert row["passed"] is not is_late and probes
+    assert any("elementwise" in str(one.message) for one in told) is is_late
+
+
+@pytest.mark.parametrize("layout", ISSUED)
+def test_the_collectives_that_nccl_has_to_run_are_known(layout):
+    """As tests/gpu/test_nccl.py counts them."""
+    with gpu_parts.one_process(CPU):
+        row, counts = issued(layout, CPU)
+    assert row["passed"] and counts == ISSUED[layout]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections import Counter, defaultdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import kernels, rivals
 from benchmarks.kernels import DEFAULT_SETS, SETS, Case, Contender, Piece, Setup
 from benchmarks.results import Rows
 from dmuon.catalogue import model_specs
@@ -31,7 +33,8 @@ def test_sets_have_the_shapes_of_the_presets():
         return Counter(tuple(sorted((m.rows, m.cols))) for m in specs.matrices)
 
     for preset, name, layers in (("llama3-8b", "llama-8b", 32), ("gpt2", "gpt2", 12)):
-        stacks = SETS[name][-1].stacks
+        (layer_case,) = (c for cases in SETS.values() for c in cases if c.name == f"{name} layer")
+        stacks = layer_case.stacks
         layer = {tuple(sorted((m, n))): count * layers for count, m, n in stacks}
         assert shapes(preset) == layer
     for count, m, n in SETS["vla"][-1].stacks:
@@ -70,7 +73,7 @@ def test_all_contenders_compute_the_same():
     sources = MIXED.sources(CPU)
     references = kernels.references_of(sources, F32)
     chosen: Any = defaultdict(lambda: "gram[2]/torch_strips/float32")
-    found = kernels.contenders(sources, F32, chosen, compiles=True)
+    found = kernels.contenders(sources, F32, chosen, compiles=True, others=False)
     assert list(found) == [
         "standard", "compiled", "gram", "standard_function", "function", "ours"
     ]  # fmt: skip
@@ -87,6 +90,43 @@ def test_all_contenders_compute_the_same():
         wrong = Piece(pieces[0].refill, lambda run=pieces[0].run: run() * 1.01, 0)
         broken = Contender((wrong, *pieces[1:]))
         assert kernels.error_of(broken, references) == pytest.approx(0.01, rel=0.1)
+
+
+def test_rivals_run_beside_ours_and_missing_ones_are_left_out_by_name(monkeypatch):
+    """In the forms in which their projects offer them; none of these is installed here."""
+    seen: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def noting(name: str, *given: Any) -> Any:
+        def run(x: torch.Tensor, *more: Any) -> torch.Tensor:
+            assert more == given
+            seen.append((name, tuple(x.shape), x.dtype))
+            return x
+
+        return run
+
+    monkeypatch.setitem(kernels.RATE_PRODUCTS, "cpu", (64, 1))
+    configs = [SimpleNamespace(kwargs=dict.fromkeys(
+        ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K"), size)) for size in (32, 64)]  # fmt: skip
+    for name, module in (
+        ("gram_newton_schulz", {"GramNewtonSchulz": lambda **how: noting(f"gram {how}")}),
+        ("flash_muon", {"fast_newtonschulz": noting("flash", 5)}),
+        ("newton_schulz_triton", {
+            "newton_schulz_triton": noting("dion"),
+            **{f"ns_line_{n}_kernel": SimpleNamespace(configs=configs) for n in (1, 2)}}),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
+    chosen: Any = defaultdict(lambda: "standard/torch/float32")
+    setup, found = Setup(CPU, F32, chosen, 0.01, False, rivals=True), {}
+    kernels.run_case(setup, {}, TOY, lambda row: found.update({row["contender"]: row}))
+    left_out = found.pop("gram-newton-schulz, QuACK")["left_out"]
+    assert left_out.startswith("ModuleNotFoundError: No module named 'quack'")
+    assert {*rivals.RIVALS} - {"gram-newton-schulz, QuACK"} <= found.keys()
+    assert all(row["median_ms"] > 0 and "failure" not in row for row in found.values())
+    assert "error" in found["ours"] and "error" not in found["dion"], "they iterate otherwise"
+    (stack,) = TOY.stacks
+    whole = "gram {'ns_use_kernels': False, 'compile_kwargs': None}", "dion"
+    expected = {*((name, stack, torch.bfloat16) for name in whole)}
+    assert {*seen} == expected | {("flash", stack[1:], torch.bfloat16)}
 
 
 @pytest.mark.parametrize("at", [0, 5])

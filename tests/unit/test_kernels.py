@@ -26,7 +26,7 @@ from dmuon.kernels.choice import (
     why_not,
 )
 from dmuon.kernels.newton_schulz import newton_schulz
-from dmuon.kernels.ops import MatmulOps, RoundedOps, StripsOps
+from dmuon.kernels.ops import MatmulOps, RoundedOps, StripsOps, TritonOps
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 from tests.products import Products, gaussian, iterated, relative
@@ -53,6 +53,44 @@ class Recording(MatmulOps):
 
     def symmetric(self, *operands, **how):
         return self.general(*operands, kind="symmetric", **how)
+
+
+class Mirrored:
+    """Stands for `triton_syrk.symm_mm`; notes the sizes of operands, and which lie by rows."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.by_rows: list[bool] = []
+
+    def __call__(self, a, bt, c=None, *, out, alpha=1.0, beta=0.0, diag=0.0, plain=None):
+        assert all(x is None or x.data_ptr() != out.data_ptr() for x in (a, bt, c))
+        self.calls.append(tuple(a.shape[-2:]))
+        self.by_rows += [a.stride(-1) == 1, bt.stride(-1) == 1]
+        value = alpha * a @ bt.mT + (0.0 if c is None else beta * c)
+        value = value.tril() + value.tril(-1).mT
+        if plain is not None:
+            plain.copy_(value)
+        out.copy_(value + diag * torch.eye(len(value[0]), dtype=value.dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "by_rows"),
+    [
+        ((2, 32, 64), {(32, 64), (32, 32)}, {True}),
+        ((2, 64, 32), {(32, 64), (32, 32)}, {True, False}),  # a tall X as it is stored
+        ((2, 32, 50), {(32, 32)}, {True}),  # X X^T by torch
+        ((2, 17, 64), set(), set()),
+    ],
+)
+@pytest.mark.parametrize("restarts", [(1, 2, 3, 4), (2,)])
+def test_symmetric_kernels_get_even_sizes_and_factors_by_rows(shape, sizes, by_rows, restarts):
+    """All of them are symmetric, so no factor need be read column by column."""
+    kernel, x = Mirrored(), normalize(gaussian(*shape), F64)
+    expected = newton_schulz(x, method="standard", dtype=F64)
+    found = iterated(x.clone(), restarts, TritonOps(kernel))
+    assert relative(found, expected) < 1e-9
+    assert {*kernel.calls} == sizes and {*kernel.by_rows} == by_rows
+    assert offered_backends("meta", F16, 17) == ("torch", "triton_small")
 
 
 @pytest.mark.parametrize(

@@ -259,9 +259,9 @@ class Noted:
         h = replace(EMA, decay=decay, cautious=cautious)
         RULE._apply_some(targets, updates, h, lr, h.kept(stays), weights)
 
-    def copy(self, targets, sources, *, turned):
-        self.seen.append(("copy", [t.shape for t in targets], turned))
-        torch._foreach_copy_(targets, sources)
+    def copier(self, targets, sources, *, turned):
+        self.seen.append(("copier", [t.shape for t in targets], turned))
+        return lambda: torch._foreach_copy_(targets, sources)
 
 
 @pytest.fixture

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from dmuon.kernels import triton_lists
 from dmuon.kernels.triton_syrk import (
     TILES,
     default_tile,
@@ -29,6 +33,9 @@ from dmuon.kernels.triton_syrk import (
     tiles_for,
     why_unavailable,
 )
+from dmuon.rule import Rule
+from dmuon.tensors import Tensors
+from tests.internals import Hyper
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import Kernels
 
@@ -147,6 +154,67 @@ def test_the_order_is_right_far_beyond_what_float32_counts():
     assert found[len(rows) :] == [(r, 0) for r in rows.tolist()], "starts of groups"
 
 
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_wide_tile_stores_nothing_above_the_diagonal(monkeypatch, tma):
+    """What another program stores there: of the first one nothing but the first square is left. And
+    operands come by descriptors where they are asked for."""
+    kernel, by_tma = SYRK.symm_kernel, []
+
+    class First:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *args, **how: by_tma.append(how["TMA"]) or kernel[(1,)](*args, **how)
+
+    monkeypatch.setattr(SYRK, "symm_kernel", First())
+    a, out = torch.randn(64, 32).half(), torch.full((64, 64), float("nan"))
+    SYRK.symm_mm(a, a, out=out, tile=SYRK.Tile(16, 32, 4, 2, halves=2, tma=tma))
+    assert out[:16, :16].isfinite().all() and out.isfinite().sum() == 16 * 16
+    assert by_tma == [tma]
+
+
+# ---- what lists cost the host --------------------------------------------------------------
+
+
+def test_lists_are_looked_at_once(monkeypatch):
+    """What a step costs the host, launches aside: of 672 tensors with new gradients in each step
+    less than a few of torch's calls on as many (ten before tables were kept)."""
+    launched = []
+    for name in ("norms_kernel", "advance_kernel", "update_kernel"):
+        kernel = mock.MagicMock()
+        kernel.__getitem__.side_effect = lambda grid: lambda *args, **how: launched.append(grid)
+        monkeypatch.setattr(triton_lists, name, kernel)
+    monkeypatch.setattr("dmuon.rule.list_kernels", lambda device: triton_lists)
+    real, looks = torch.Tensor.data_ptr, []
+    count, h = 672, Hyper(0.1, 0.9, None, 0.95, True)
+
+    def several(dtype: torch.dtype = torch.float32) -> Tensors:
+        return Tensors(torch.zeros(8, 16, dtype=dtype) for _ in range(count))
+
+    momentum, targets, updates, out = several(), several(), several(), several(torch.float16)
+    scales = torch.ones(count)
+
+    def passes(grads: Tensors) -> None:
+        Rule().operand_norms(momentum, grads, h, torch.float32)
+        Rule().advance_into(out, momentum, grads.part(0, count), h, torch.float32, scales=scales)
+        Rule().apply(targets, updates, h, lr=0.1)
+
+    passes(several())
+    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    for _ in range(15):
+        grads = several()
+        begin = time.perf_counter()
+        passes(grads)
+        middle = time.perf_counter()
+        torch._foreach_norm(list(grads))
+        times["ours"].append(middle - begin)
+        times["torch"].append(time.perf_counter() - middle)
+    assert len(launched) == 3 * 16, "one for all tensors of a pass"
+    ours, one_call = (statistics.median(each) for each in times.values())
+    assert ours <= 4 * one_call, (ours, one_call)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: looks.append(t) or real(t))
+    passes(several())
+    assert len(looks) == count, "at gradients alone"
+
+
 # ---- tiles, imports ------------------------------------------------------------------------
 
 
@@ -157,6 +225,9 @@ def test_tiles():
         with pytest.raises(ValueError, match="a tile is one of 128x64-w8-s3, .*plan again"):
             parse_tile(text)
     assert tiles_for((9, 0)) == TILES and set(tiles_for((8, 0))) < set(TILES)
+    assert tiles_for((9, 0), torch.float16, 4096, 14336) == TILES
+    for m, k in ((768, 2048), (4224, 8192), (4096, 4100)):  # few of them, or cut
+        assert tiles_for((9, 0), torch.float16, m, k) == TILES[:5]
     for m, dtype in itertools.product((64, 4096), (torch.float32, torch.float16, torch.bfloat16)):
         assert default_tile(m, dtype) in tiles_for((8, 0), dtype)
 

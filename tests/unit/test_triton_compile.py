@@ -1,6 +1,7 @@
-"""What Triton makes of the kernels for sm_80 and sm_90: no spills, tensor cores, memory that fits.
+"""What Triton makes of the kernels for GPUs: no spills, tensor cores, memory that fits.
 
-Compiled without a GPU, with the assembler that comes with Triton.
+Compiled without a GPU, with the assembler that comes with Triton. ``python -m
+tests.unit.test_triton_compile`` writes the table in docs/kernels.md anew.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +26,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.results import table
 from dmuon.kernels import triton_lists, triton_syrk
-from dmuon.kernels.triton_syrk import (
-    TILES,
-    TILES_FLOAT32,
-    Tile,
-    default_tile,
-    launch_options,
-    tiles_for,
-)
+from dmuon.kernels.triton_syrk import TILES, TILES_FLOAT32, Tile, tiles_for
 
 # Shared memory that a program can have (CUDA C++ Programming Guide, technical specifications).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,9 @@ class Compiled:
     shared: int
     mma: int
     wgmma: int
+    tcgen05: int
     async_copies: int
+    bulk_copies: int
     wide_stores: int
     wide_loads: int
 
@@ -93,7 +92,9 @@ def compiled(
         shared=result.metadata.shared,
         mma=ptx.count("mma.sync"),
         wgmma=ptx.count("wgmma.mma_async"),
+        tcgen05=ptx.count("tcgen05.mma"),
         async_copies=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        bulk_copies=ptx.count("cp.async.bulk.tensor"),
         wide_stores=ptx.count("st.global.v4"),
         wide_loads=len(re.findall(r"ld\.global[.\w:]*\.v[248]", ptx)),
     )
@@ -101,58 +102,118 @@ def compiled(
 
 # ---- symmetric products --------------------------------------------------------------------
 
+STRIDES = ("m", "k", "a_batch", "a_row", "a_col", "bt_batch", "bt_row", "bt_col", "c_batch",
+           "c_row", "out_batch", "out_row")  # fmt: skip
+NOT_EVEN = {"HAS_PLAIN": True, "MASK": True, "unaligned": STRIDES}
+USES: dict[str, dict[str, Any]] = {
+    "X X^T": {"HAS_C": False},
+    "X^T X of a tall X": {"HAS_C": False, "ones": ("a_row", "bt_row")},
+    "A B, both stored by rows": {"ones": ("a_col", "bt_row")},
+    "bR + cR^2": {},
+    "the same and aI + ...": {"HAS_PLAIN": True},
+    "the same, cut": {"HAS_PLAIN": True, "MASK": True},
+}
+"""All that a step does with symmetric products; "cut" where the tile does not divide the size."""
+DEFAULT, WIDE, WIDE_TMA = TILES[0], TILES[5], TILES[6]
+MOST = "the same and aI + ..."
+GATE = [
+    *((90, DEFAULT, use) for use in USES),
+    *((90, WIDE, use) for use in USES if "cut" not in use and "A B" not in use),
+    *((90, tile, MOST) for tile in TILES if tile not in (DEFAULT, WIDE)),
+    *((arch, tile, MOST) for arch in (80, 100) for tile in tiles_for((arch // 10, 0))),
+    *((arch, DEFAULT, use) for arch in (80, 100) for use in USES if "X" in use or "cut" in use),
+]
+PINNED = "3.7.1"
+PROGRAMS = {(90, DEFAULT): 2}
+"""How many share a multiprocessor; else nothing computes while a tile is stored."""
 
-def product(arch: int, tile: Tile, dtype: str = "fp16", by_column: bool = False, **how: bool):
-    """By default with c and a second result, and sizes that the tile divides. ``by_column``: both
-    operands are stored column by column."""
-    options = {"HAS_C": True, "HAS_PLAIN": True, "MASK": False, "WIDE": False} | how
-    options |= {"BLOCK": tile.block, "BLOCK_K": tile.block_k}
-    options |= dict.fromkeys(("a_row", "bt_row") if by_column else ("a_col", "bt_col"), 1)
-    options |= launch_options(tile, bool(options["HAS_PLAIN"]), arch == 90)
+
+def product(
+    arch: int,
+    tile: Tile,
+    dtype: str = "fp16",
+    *,
+    ones: tuple[str, str] = ("a_col", "bt_col"),
+    unaligned: tuple[str, ...] = (),
+    **how: bool,
+) -> Compiled:
+    """With c, of sizes that are multiples of 16 but for ``unaligned`` ones. ``ones``: the strides
+    that are 1."""
+    options = {"HAS_C": True, "HAS_PLAIN": False, "MASK": False, "WIDE": False} | how
+    options |= {"BLOCK": tile.block, "BLOCK_K": tile.block_k, "HALVES": tile.halves}
+    options["TMA"] = tile.tma
+    options |= dict.fromkeys(ones, 1)
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     pointers = ("a_ptr", "bt_ptr", "c_ptr", "out_ptr", "plain_ptr")
-    types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
-    return compiled(triton_syrk.symm_kernel, types, options, arch)
+    types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("alpha", "share", "diag"), "fp32")
+    if tile.tma:
+        for name, rows in (("a_ptr", tile.block), ("bt_ptr", tile.halves * tile.block)):
+            types[name] = f"tensordesc<{dtype}[1, {rows}, {tile.block_k}]>"
+    return compiled(triton_syrk.symm_kernel, types, options, arch, unaligned)
 
 
-@pytest.mark.parametrize(
-    ("arch", "tile", "how"),
-    [
-        *((80, tile, {}) for tile in tiles_for((8, 0))),
-        *((90, tile, {}) for tile in tiles_for((9, 0))),
-        (80, default_tile(512, torch.bfloat16), {"dtype": "bf16", "HAS_PLAIN": False}),
-        (80, TILES[0], {"MASK": True}),
-        (90, TILES[0], {"by_column": True}),
-    ],
-    ids=str,
-)
-def test_products_are_fast(arch, tile, how):
-    found = product(arch, tile, **how)
+@cache
+def gated(arch: int, tile: Tile, use: str) -> Compiled:
+    return product(arch, tile, **USES[use])
+
+
+@pytest.mark.parametrize(("arch", "tile", "use"), GATE, ids=str)
+def test_products_are_fast(arch, tile, use):
+    found, programs = gated(arch, tile, use), PROGRAMS.get((arch, tile), 1)
+    programs = 1 if "cut" in use else programs
     assert found.spilled == 0, found
-    assert found.shared <= SHARED_LIMIT[arch], found
-    assert min(found.async_copies, found.wide_stores) > 0, found
-    assert (found.wgmma if arch == 90 else found.mma) > 0, found
+    assert programs * found.registers * 32 * tile.warps <= 65536, found
+    assert programs * found.shared <= SHARED_LIMIT[arch], found
+    assert found.wide_stores > 0, found
+    assert (found.bulk_copies > 0 == found.async_copies) is tile.tma, found
+    assert {80: found.mma, 90: found.wgmma, 100: found.tcgen05}[arch] > 0, found
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_two_programs_of_the_default_tile_share_a_hopper_multiprocessor(dtype):
-    """Else nothing computes while a tile is stored. Whatever the version of Triton: some take more
-    registers than they need."""
-    found = product(90, TILES[0], dtype, HAS_PLAIN=False)
-    assert found.spilled == 0, found
-    assert 2 * found.registers * 32 * TILES[0].warps <= 65536, found
-    assert 2 * found.shared <= SHARED_LIMIT[90], found
+def made() -> str:
+    """The table of the page."""
+    lines = []
+    uses = [*USES]
+    for arch, tile, use in sorted(GATE, key=lambda g: (g[0], TILES.index(g[1]), uses.index(g[2]))):
+        one = gated(arch, tile, use)
+        units = {80: f"{one.mma} mma", 90: f"{one.wgmma} wgmma", 100: f"{one.tcgen05} tcgen05"}
+        copies = f"{one.bulk_copies} TMA" if tile.tma else f"{one.async_copies} cp.async"
+        numbers = one.registers, one.spilled, f"{one.shared / 1024:.0f}"
+        lines.append((f"sm_{arch}", f"`{tile}`", use, f"{units[arch]}, {copies}", *numbers))
+    headings = ("GPU", "tile", "what", "instructions", "registers", "spilled bytes", "shared KiB")
+    return table(headings, lines, left=4)
+
+
+PAGE = Path(__file__).parents[2] / "docs/kernels.md"
+
+
+def place_in(page: str) -> tuple[int, int]:
+    start = page.index("<!-- compiled -->\n") + len("<!-- compiled -->\n")
+    return start, page.index("\n<!-- end -->", start)
+
+
+def test_the_page_shows_what_is_compiled():
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"Triton {PINNED} makes" in page
+    if triton.__version__ == PINNED:
+        start, end = place_in(page)
+        assert page[start:end] == made(), "python -m tests.unit.test_triton_compile writes it anew"
+
+
+def test_sizes_that_are_not_even_are_copied_element_by_element():
+    """Why `ops.TritonOps` leaves them to torch."""
+    found = product(90, DEFAULT, **NOT_EVEN)
+    assert found.async_copies == 0 == found.wide_stores, found
 
 
 def test_float32_is_exact_and_does_not_spill():
-    found = product(80, TILES_FLOAT32[0], "fp32")
+    found = product(80, TILES_FLOAT32[0], "fp32", HAS_PLAIN=True)
     assert found.spilled == 0
     assert found.mma == found.wgmma == 0, "TF32 would keep 10 bits"
 
 
 def test_the_gate_sees_spills():
-    """Why one tile is for Hopper only; it would be the same with one that is too large."""
-    (hopper_only,) = set(TILES) - set(tiles_for((8, 0)))
-    assert product(80, hopper_only).spilled > 0
+    """Of a tile that is too large: why wide ones are for Hopper only."""
+    assert product(100, WIDE, HAS_PLAIN=True).spilled > 0
 
 
 # ---- before and after, small matrices ------------------------------------------------------
@@ -224,3 +285,9 @@ def test_small_iterations(arch, size, dtype, spilled):
     # wgmma multiplies 64 rows at a time; float32 has no tensor cores that would do.
     units = found.wgmma if arch == 90 and size >= 64 else found.mma
     assert (units > 0) == (dtype != "fp32"), found
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = place_in(text)
+    PAGE.write_text(text[:begin] + made() + text[end:], encoding="utf-8")
