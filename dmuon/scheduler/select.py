@@ -643,5 +643,5 @@ def _check_selected(
             names = [p.name for p in parameters if p.algorithm is Algorithm.MUON]
             raise SelectionError(
                 f"{setting}[{pattern!r}] matches none of {len(names)} matrix parameters, such as "
-                + ", ".join(get_close_matches(pattern, names, 3, 0.0))
+                f"{', '.join(get_close_matches(pattern, names, 3, 0.0))}"
             )

@@ -15,7 +15,6 @@ from benchmarks.demo import GPTConfig
 from benchmarks.results import Row
 from benchmarks.timeline import Event, Span, critical_ms, idle_ms, lanes, spans_of, trace_of
 from benchmarks.timing import on_ranks
-from dmuon.kernels.newton_schulz import resolve_ns_dtype
 
 pytestmark = pytest.mark.cpu_only("benchmarks of CPUs")
 
@@ -143,8 +142,9 @@ def test_a_real_step_is_seen_on_every_rank(real: list[Row], tmp_path: Path) -> N
                 assert kinds["gather"] == kinds["scatter"]
                 # Every matrix is cut in two, and owned by one rank.
                 numel = 2 * (4 * 192 * 192 + 3 * 192 * 512)
-                itemsize = resolve_ns_dtype("auto", "cpu").itemsize
-                assert sum(span.sent + span.received for span in sent) == itemsize * numel
+                # Half precision, or float32 where that is as fast.
+                nbytes = sum(span.sent + span.received for span in sent)
+                assert nbytes in (2 * numel, 4 * numel)
             assert all(work[0].begin < span.begin < work[-1].end for span in sent)
         assert row["compute_ms"] > 0 and row["bound_ms"] == row["compute_ms"]
         assert all(0 < ms < row["profiled_ms"] for ms in row["idle_ms"])

@@ -163,8 +163,9 @@ def test_the_live_model_runs_it_and_takes_the_memory_that_was_told(
         # At owners updates lie at multiples of 64 bytes, with a number per matrix behind them.
         room = 132 * len(plan.owners) * (layout == "reduce_to_owner")
         assert told["buffers"] <= sum(kept.values()) <= told["buffers"] + room
-        # A CPU may take less, matrix by matrix.
-        assert 0 < found["step_bytes"]["newton_schulz"] <= told["Newton-Schulz"] + 1024
+        # A CPU may take less, matrix by matrix; without half precision it has four bytes an
+        # element, and a copy.
+        assert 0 < found["step_bytes"]["newton_schulz"] <= 3 * told["Newton-Schulz"] + 1024
         expected = [sorted(plan.limits.domains[d]) for d in plan.limits.domain_of]
         assert found["domains"] == expected
 
