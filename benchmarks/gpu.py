@@ -93,14 +93,12 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
 # ---- one part ------------------------------------------------------------------------------
 
 
-def run_part(part: Part, out: Path, limit_s: float, goes_on: bool = False) -> Row:
-    """Run one part within ``limit_s`` seconds; how it ended, and why if it did not pass.
-    ``goes_on``: what an earlier call measured is kept. ``unfinished``: some rows had no time."""
+def run_part(part: Part, out: Path, limit_s: float) -> Row:
+    """Run one part within ``limit_s`` seconds, after the rows that an earlier call left; how it
+    ended, and why if it did not pass. ``unfinished``: some rows had no time."""
     begin = time.monotonic()
     deadline = begin + limit_s
     log, path = out / f"{part.name}.log", out / f"{part.name}.json"
-    for old in () if goes_on else (log, path):
-        old.unlink(missing_ok=True)
     notes: list[str] = []
     found = _document(path)
     while True:
@@ -187,7 +185,7 @@ def run_parts(
     budget_s: float,
     outcomes: dict[str, Row],
     *,
-    run: Callable[[Part, Path, float, bool], Row] = run_part,
+    run: Callable[[Part, Path, float], Row] = run_part,
     done: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -203,12 +201,11 @@ def run_parts(
         limit_s = min(part.most_s, left_s)
         ran.add(part.name)
         print(f"{part.name}: {part.what}, at most {limit_s:.0f} s", flush=True)
-        goes_on = part.name in outcomes
         given_s = outcomes.get(part.name, {}).get("limit_s", 0.0) + limit_s
         outcome: Row = {"name": part.name, "passed": False, "note": "stopped from outside",
                         "unfinished": True}  # fmt: skip
         try:
-            outcome = run(part, out, limit_s, goes_on)
+            outcome = run(part, out, limit_s)
         finally:
             outcomes[part.name] = outcome | {"limit_s": given_s}
             done()
@@ -361,8 +358,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     known = [] if args.dry_run else _document(out / "gpu.json").get("rows", [])
     outcomes = {row["name"]: row for row in known}
-    for name in () if args.parts is None else chosen:
-        outcomes.pop(name, None)
+    for part in plan if args.dry_run or args.parts is not None else ():  # anew
+        outcomes.pop(part.name, None)
+        for ending in ("json", "log"):
+            (out / f"{part.name}.{ending}").unlink(missing_ok=True)
 
     def told() -> str:
         return write_report(out, archive, outcomes, dry=args.dry_run)

@@ -232,11 +232,12 @@ def ours(
     return Contender(pieces, {"kernel": text, "workspace_bytes": runner.nbytes})
 
 
-def rival(sources: Sequence[Tensor], make: Callable[[], rivals.Iteration]) -> Contender:
+def rival(sources: Sequence[Tensor], name: str) -> Contender:
     """Another project's iteration, whose results are not looked at."""
     pieces = []
+    dtype, make = rivals.RIVALS[name]
     for source in sources:
-        x = source.to(torch.bfloat16, copy=True)
+        x = source.to(dtype, copy=True)
         run = rivals.prepared(make, x)
         pieces.append(Piece(partial(x.copy_, source), cast(Callable[[], Tensor], run), None))
     return Contender(pieces)
@@ -270,7 +271,7 @@ def contenders(
     found = {name: make for name, takes_part, make in field if takes_part}
     if not others:
         return found
-    found |= {name: partial(rival, sources, make) for name, make in rivals.RIVALS.items()}
+    found |= {name: partial(rival, sources, name) for name in rivals.RIVALS}
     (m, n), form = sorted(sources[0].shape[1:]), gram.partition("/")[0]
     tiles = offered_tiles("triton", sources[0].device, dtype, m, n) if on_cuda else ()
     for tile in (tile for tile in tiles if tile == tiles[0] or "wide" in tile):

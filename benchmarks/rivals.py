@@ -1,13 +1,13 @@
 """Newton-Schulz of other projects, for `benchmarks.kernels --rivals`; docs/gpu.md says where to get
 them. Each is found on the path, or left out by its name.
 
-A rival takes a normalized stack ``[b, m, n]`` in bfloat16, in which all of them iterate, and gives
-updates. Most iterate with coefficients of their own, so errors do not compare; times do.
+A rival takes a normalized stack ``[b, m, n]`` in the dtype in which it iterates, and gives updates.
+Most iterate with coefficients of their own, so errors do not compare; times do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 
@@ -34,16 +34,21 @@ def gram_newton_schulz(quack: bool) -> Iteration:
     return form
 
 
-def dion() -> Iteration:
-    """``newton_schulz_triton.py`` of https://github.com/microsoft/dion."""
+def dion(name: str) -> Iteration:
+    """A function of ``newton_schulz_triton.py`` of https://github.com/microsoft/dion."""
     found = import_module("newton_schulz_triton")
-    # All thirty configurations take 40 s to compile, for each shape.
-    wanted = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64}
-    for kernel in (found.ns_line_1_kernel, found.ns_line_2_kernel):
-        alike = [c for c in kernel.configs if wanted.items() <= c.kwargs.items()]
-        kernel.configs = alike[:4] or kernel.configs[:4]
-    iteration: Iteration = found.newton_schulz_triton
+    # Of the configurations that it tries, which take minutes to compile, those of large tiles.
+    for number in (1, 2, 3):
+        kernel = getattr(found, f"ns_line_{number}_kernel", None)
+        if kernel is not None:
+            kernel.configs = [c for c in kernel.configs if _is_large(c.kwargs)]
+    iteration: Iteration = getattr(found, name)
     return iteration
+
+
+def _is_large(sizes: Mapping[str, int]) -> bool:
+    rows, cols, depth = (sizes[f"BLOCK_SIZE_{dim}"] for dim in "MNK")
+    return rows == 128 and cols >= 128 and depth == 64
 
 
 def flash_muon() -> Iteration:
@@ -52,12 +57,13 @@ def flash_muon() -> Iteration:
     return lambda x: [iteration(one, 5) for one in x]
 
 
-RIVALS: dict[str, Callable[[], Iteration]] = {
-    "torch.optim.Muon": torch_muon,
-    "gram-newton-schulz": partial(gram_newton_schulz, False),
-    "gram-newton-schulz, QuACK": partial(gram_newton_schulz, True),
-    "dion": dion,
-    "flash-muon": flash_muon,
+RIVALS: dict[str, tuple[torch.dtype, Callable[[], Iteration]]] = {
+    "torch.optim.Muon": (torch.bfloat16, torch_muon),
+    "gram-newton-schulz": (torch.float16, partial(gram_newton_schulz, False)),
+    "gram-newton-schulz, QuACK": (torch.float16, partial(gram_newton_schulz, True)),
+    "dion": (torch.bfloat16, partial(dion, "newton_schulz_triton")),
+    "dion, four steps": (torch.bfloat16, partial(dion, "newton_schulz_triton_fast")),
+    "flash-muon": (torch.bfloat16, flash_muon),
 }
 
 

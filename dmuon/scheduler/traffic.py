@@ -1,10 +1,7 @@
 """What ranks send in a training step because of Muon: bytes, and milliseconds of the links.
 
-Who sends what follows from the plan, the layout (docs/layouts.md), and where the ranks sit. What of
-it computing hides, `simulate` tells. Of AdamW's gradients what dmuon reduces in `reduce_to_owner`
-counts. Exchanges among co-owners are in the prices. FSDP2 is taken to cut dim 0 (of short stacks,
-dim 1). `holds_replicas` names the axes of replicas; in `dedicated` they
-are all but the last.
+Who sends what follows from the plan, the layout (docs/layouts.md), and where ranks sit; what of it
+computing hides, `simulate` tells. FSDP2 is taken to cut dim 0 (of short stacks, dim 1).
 """
 
 from __future__ import annotations
@@ -46,10 +43,9 @@ class Flow:
 
     def to_dict(self, device: AnalyticDevice | None) -> dict[str, Any]:
         columns = {"bytes": self.handed, "inside": self.inside[0], "across": self.across[0]}
-        found: dict[str, Any] = {"purpose": self.purpose, "when": self.when}
-        for name, values in columns.items():
-            found[name] = {"mean": float(values.mean()), "max": float(values.max())}
-        return found | {"ms": None if device is None else self.ms(device)}
+        sums = {n: {"mean": float(v.mean()), "max": float(v.max())} for n, v in columns.items()}
+        ms = None if device is None else self.ms(device)
+        return {"purpose": self.purpose, "when": self.when, **sums, "ms": ms}
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,7 @@ def _sharded(mesh: _Mesh, item: int) -> Iterator[Flow]:
             for j, owner in enumerate(batch.ranks):
                 key = shape, box, long, j, len(batch.ranks), domain, mesh.replica[batch.owner]
                 owned[key][owner] += item
-    links = np.zeros((2, 2, mesh.world))  # (inside, across) x (sent, come)
-    first = np.zeros(mesh.world)
+    links, first = np.zeros((2, 2, mesh.world)), np.zeros(mesh.world)  # by level; sent, come
     for (shape, box, long, j, count, domain, replica), owners in owned.items():
         if len(members := np.array(domains[domain] if domain >= 0 else range(mesh.world))) == 1:
             continue

@@ -152,15 +152,20 @@ class BlockState:
             for b in self.blocks
         ]
 
+    def _places(self) -> list[int]:
+        kept = (e[key] for e in self._entries.values() for key in (MOMENTUM, MASTER) if key in e)
+        return [stored_tensor(tensor).data_ptr() for tensor in kept]
+
     def _look_up(self) -> None:
         """Find where weights and momentum lie."""
         self._version = self._runtime.locals.version
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
         entries = {i: self._optimizer.state[self._runtime.parameters[i]] for i in self._muon}
-        momentum = {i: stored_tensor(entry[MOMENTUM]) for i, entry in entries.items()}
+        self._entries = entries
+        self._known = self._places()
         self._listed: dict[tuple[str, tuple[int, ...]], Tensors] = {}
         self.weights = self.targets = self._of_blocks(weights)
-        self.momentum = self._of_blocks(momentum)
+        self.momentum = self._of_blocks({i: stored_tensor(e[MOMENTUM]) for i, e in entries.items()})
         if any(MASTER in entry for entry in entries.values()):
             targets = {i: stored_tensor(e.get(MASTER, weights[i])) for i, e in entries.items()}
             self.targets = self._of_blocks(targets)
@@ -174,8 +179,8 @@ class BlockState:
         return self._listed[key]
 
     def begin_step(self) -> None:
-        """Someone may have moved a parameter's storage."""
-        if self._version != self._runtime.locals.version:
+        """Someone may have moved a parameter's storage, or its state's (to a CPU, and back)."""
+        if self._version != self._runtime.locals.version or self._known != self._places():
             self._look_up()
 
 

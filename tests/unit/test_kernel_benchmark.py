@@ -105,28 +105,38 @@ def test_rivals_run_beside_ours_and_missing_ones_are_left_out_by_name(monkeypatc
         return run
 
     monkeypatch.setitem(kernels.RATE_PRODUCTS, "cpu", (64, 1))
-    configs = [SimpleNamespace(kwargs=dict.fromkeys(
-        ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K"), size)) for size in (32, 64)]  # fmt: skip
+    configs = [
+        SimpleNamespace(kwargs={"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k})
+        for m, n, k in (
+            (64, 128, 64), (128, 64, 64), (128, 128, 64), (128, 256, 64), (128, 256, 128)
+        )
+    ]  # fmt: skip
+    lines = {f"ns_line_{n}_kernel": SimpleNamespace(configs=configs) for n in (1, 2)}
     for name, module in (
         ("gram_newton_schulz", {"GramNewtonSchulz": lambda **how: noting(f"gram {how}")}),
         ("flash_muon", {"fast_newtonschulz": noting("flash", 5)}),
         ("newton_schulz_triton", {
-            "newton_schulz_triton": noting("dion"),
-            **{f"ns_line_{n}_kernel": SimpleNamespace(configs=configs) for n in (1, 2)}}),
+            "newton_schulz_triton": noting("dion"), **lines}),
     ):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
     chosen: Any = defaultdict(lambda: "standard/torch/float32")
     setup, found = Setup(CPU, F32, chosen, 0.01, False, rivals=True), {}
     kernels.run_case(setup, {}, TOY, lambda row: found.update({row["contender"]: row}))
-    left_out = found.pop("gram-newton-schulz, QuACK")["left_out"]
-    assert left_out.startswith("ModuleNotFoundError: No module named 'quack'")
-    assert {*rivals.RIVALS} - {"gram-newton-schulz, QuACK"} <= found.keys()
+    left_out = {name: row["left_out"] for name, row in found.items() if "left_out" in row}
+    assert left_out.keys() == {"gram-newton-schulz, QuACK", "dion, four steps"}
+    assert "No module named 'quack'" in left_out["gram-newton-schulz, QuACK"]
+    assert "newton_schulz_triton_fast" in left_out["dion, four steps"], "an older file"
+    assert all(line.configs == configs[2:4] for line in lines.values()), "the large ones"
+    found = {name: row for name, row in found.items() if name not in left_out}
+    assert {*rivals.RIVALS} - left_out.keys() <= found.keys()
     assert all(row["median_ms"] > 0 and "failure" not in row for row in found.values())
     assert "error" in found["ours"] and "error" not in found["dion"], "they iterate otherwise"
     (stack,) = TOY.stacks
-    whole = "gram {'ns_use_kernels': False, 'compile_kwargs': None}", "dion"
-    expected = {*((name, stack, torch.bfloat16) for name in whole)}
-    assert {*seen} == expected | {("flash", stack[1:], torch.bfloat16)}
+    assert {*seen} == {
+        ("gram {'ns_use_kernels': False, 'compile_kwargs': None}", stack, torch.float16),
+        ("dion", stack, torch.bfloat16),
+        ("flash", stack[1:], torch.bfloat16),
+    }
 
 
 @pytest.mark.parametrize("at", [0, 5])

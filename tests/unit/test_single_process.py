@@ -604,6 +604,23 @@ def test_data_assigned_between_steps_is_followed_and_gets_what_is_on_its_way(for
     pair.assert_same()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_state_that_was_moved_away_and_back_is_followed(replaced):
+    """As frameworks do that offload an optimizer between steps."""
+    pair = Pair()
+    for step in range(4):
+        pair.train([step])
+        for entry in pair.opt.state.values():
+            for name, value in [*entry.items()]:
+                moved = value.detach().clone()
+                value.fill_(math.nan)
+                if replaced:
+                    entry[name] = moved
+                else:
+                    value.data = moved
+    pair.assert_same()
+
+
 # ---- saving and resuming -----------------------------------------------------------------
 
 

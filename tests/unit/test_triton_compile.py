@@ -226,7 +226,7 @@ MASKED = {"HAS_STAYS": True, "HAS_WEIGHT": True, "TARGET": tl.float32, "WEIGHT":
 NUMBERS = ("momentum", "weight", "decay", "lr", "first", "beta2", "second", "eps")
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
