@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ from dmuon import devices
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import canonical_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
-from dmuon.scheduler.topology import contention, launch_order
+from dmuon.scheduler.topology import Topology, launch_order
 from dmuon.types import grouped
 
 WARM_UP = 1
@@ -57,6 +57,21 @@ WINDOW_S = 0.015  # of what counts as one moment, at least; samples come every 1
 AUTO_LIMIT = 1.1
 Sent = tuple[list[int], list[int]]
 """Bytes out of each node, bytes into it."""
+
+
+def contention(owners: Sequence[int], topology: Topology) -> tuple[float, float]:
+    """How many of as many consecutive matrices, in launch order, as there are columns have owners
+    on one node, and in one column: the most crowded in each window, in the mean of all windows."""
+    window = min(topology.columns, len(owners))
+    slot = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
+    node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
+    return sum(node) / len(node), sum(column) / len(column)
+
+
+def _crowds(places: Sequence[int], window: int) -> list[int]:
+    """For each window of consecutive entries, how often its most frequent value occurs."""
+    starts = range(max(1, len(places) - window + 1))
+    return [max(Counter(places[i : i + window]).values(), default=0) for i in starts]
 
 
 @dataclass(frozen=True)

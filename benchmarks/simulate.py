@@ -30,10 +30,11 @@ from benchmarks.nodes import bits_per_s
 from benchmarks.results import Row, Rows, command, picture, read_rows, row_options, show, table
 from dmuon.catalogue import model_specs
 from dmuon.comm.params_runtime import open_peers
-from dmuon.comm.routes import bucket_route
+from dmuon.comm.routes import bucket_route, units_for
 from dmuon.comm.transport import Transport
-from dmuon.config import ShardedOptions
 from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.network import job_of
+from dmuon.scheduler.plan import Sizes, buckets_of, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import evenly_sharded, shard_map
 from dmuon.scheduler.simulate import (
@@ -51,7 +52,7 @@ from dmuon.scheduler.simulate import (
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
-from dmuon.tools.simulate import Routes, Setting, enough, job_of
+from dmuon.tools.simulate import Setting, enough
 from dmuon.types import Layout
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -320,9 +321,11 @@ def at_init(model: str, world: int, replicas: int) -> Row:
     joined = time.monotonic()
     plan = solve(shards.specs, topology, costs, layout=Layout.SHARDED, limits=shards.limits(None))
     planned = time.monotonic()
-    routes = Routes.of(plan, shards, ShardedOptions(), 2)
-    for members in routes.cuts:
-        bucket_route(shards, routes.units, members, 0)
+    units = units_of(plan, [0] * len(plan.specs.matrices))
+    travelling = [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
+    seen = units_for(units, shards, topology, 0)
+    for members in buckets_of(units, travelling, Sizes(), 2)[0]:
+        bucket_route(shards, topology, seen, members, 0)
     bound = time.monotonic()
     made: list[Sequence[Sequence[int]]] = []
 

@@ -37,14 +37,14 @@ from dmuon.comm.process_groups import attempt_in_all, solve_on_first
 from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.measure import measured_costs, measured_slices
+from dmuon.measure import measured_costs, measured_slices, on_links
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link, analytic_class, resolve_costs
+from dmuon.scheduler.network import planned
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
-from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import (
@@ -245,7 +245,12 @@ def assemble(
         inspect = partial(_inspect, given, request, transport, topology)
         found = attempt_in_all([transport], inspect, what=what, digest=_Found.text)
         if found.held is not None:
+            found.held = replace(found.held, device=devices.of(found.device).name())
             found.reports = transport.gather_objects(found.held)
+            kinds = Counter(report.device for report in found.reports)
+            if len(kinds) > 1:
+                each = ", ".join(f"{bits} ({count})" for bits, count in sorted(kinds.items()))
+                found.differ = f"ranks would not compute the same bits: {each}"
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
             found.shards = shards = shard_map(found.specs, found.reports)
@@ -286,6 +291,9 @@ def _priced_plan(found: _Found, new_group: process_groups.NewGroup) -> Ownership
         found.transport, keys, found.device, found.planner, kernels=request.kernels,
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
+    is_asked = found.planner.links == "measured" and found.transport.world > 1
+    if costs.entries and found.shards is not None and is_asked:
+        costs = on_links(costs, found.transport, found.device, found.planner, found.topology)
     if not costs.entries or found.planner.co_owners == "off":
         return _plan_by(costs, found)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
@@ -300,12 +308,17 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
     ns_dtype, device_type = found.request.ns_dtype, found.topology.device_type
 
     def solved() -> str:
+        if found.plan is not None:
+            return found.plan.to_json()
         momentum = found.layout.keeps_state_at_owners
         itemsize = resolve_ns_dtype(ns_dtype, found.device).itemsize
-        plan = found.plan or solve(
-            found.specs, found.topology, resolve_costs(costs, device_type, momentum=momentum),
-            layout=found.layout, solver=found.request.solver, options=found.planner,
-            limits=found.limits, batch_numel=found.batch_bytes // itemsize,
+        links, table = found.planner.links, resolve_costs(costs, device_type, momentum=momentum)
+        if links != "measured":
+            table = table.on_network(links, found.topology.columns)
+        how = found.layout, found.request.solver, found.planner, found.limits
+        plan = planned(
+            found.specs, found.topology, table, found.shards, *how, batch_bytes=found.batch_bytes,
+            item=itemsize, asked=_sharded(found.options), differ=found.differ,
         )  # fmt: skip
         return plan.to_json()
 
@@ -359,6 +372,7 @@ class _Found:
     reports: Sequence[RankShards] = ()
     shards: ShardMap | None = None
     limits: OwnerLimits | None = None
+    differ: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -370,11 +384,9 @@ class _Found:
     @property
     def batch_bytes(self) -> int:
         """The most bytes of a batch of several matrices, in the Newton-Schulz dtype."""
-        if isinstance(self.options, config.ReplicatedOptions):
-            return config.BATCH_BUCKETS * self.options.publish_bucket_bytes
-        if isinstance(self.options, config.ShardedOptions):
-            return config.BATCH_BUCKETS * self.options.bucket_bytes
-        return config.BATCH_BYTES
+        is_cut = isinstance(self.options, config.ShardedOptions)
+        name = "bucket_bytes" if is_cut else "publish_bucket_bytes"
+        return config.BATCH_BUCKETS * (getattr(self.options, name, None) or config.BUCKET_BYTES)
 
     def text(self) -> str:
         """In lines, what must be alike on all ranks."""
@@ -639,8 +651,7 @@ def _runtime(
         assert model is not None
         made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
     elif not isinstance(options, config.DedicatedOptions):
-        if isinstance(options, config.ReplicatedOptions):
-            options = config.ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
+        options = _sharded(options)
         assert found.shards is not None
         device = dtensors.compute_device(named)
         connect(transport, device)
@@ -659,6 +670,13 @@ def _runtime(
             process_groups.start_from_first(zip(map(dtensors.local_tensor, tensors), among))
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
     return attempt_in_all([transport], made, what="dmuon.dedicate_params")
+
+
+def _sharded(options: Options) -> config.ShardedOptions:
+    """How a pipeline moves bytes."""
+    if isinstance(options, config.ReplicatedOptions):
+        return config.ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
+    return options if isinstance(options, config.ShardedOptions) else config.ShardedOptions()
 
 
 def _transport(

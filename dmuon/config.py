@@ -124,6 +124,11 @@ FLOAT_DTYPE = Allowed(
     "a floating dtype such as torch.bfloat16", _of_type(torch.dtype), lambda v: v.is_floating_point
 )
 SECONDS = Allowed("a number > 0 and <= 1e9", _number, lambda value: 0 < value <= 1e9).or_none()
+REDUNDANCY = Allowed(
+    "'auto' or an integer >= 1",
+    lambda value: value if value == "auto" else _integer(value),
+    lambda value: value == "auto" or value >= 1,
+)
 CO_OWNERS = Allowed("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
 FINITE_PERIOD = Allowed("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
 PERIOD_OF_STEP = Allowed(
@@ -217,6 +222,11 @@ class PlannerOptions(_Checked):
     (docs/co-owners.md). "off": every matrix has one owner, and the report says what "auto" would
     gain. "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more than 5% faster;
     a number shares all that can be shared by so many.
+
+    ``redundancy``: how many parts of the mesh orthogonalize a matrix by themselves, so that nothing
+    is published across them: 1, the number of replicas (HSDP), of nodes or of ranks (DDP). "auto":
+    for each matrix what makes the simulated step shortest. ``links``: the network that this
+    reckons with, "measured" at planning, or given, as "400Gb/node" or "50Gb/gpu" (docs/network.md).
     """
 
     time_limit_s: float = _default(10.0, POSITIVE)
@@ -226,6 +236,8 @@ class PlannerOptions(_Checked):
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
     co_owners: Literal["auto", "off", 2, 4, 8] = _default("off", CO_OWNERS)
+    redundancy: Literal["auto"] | int = _default("auto", REDUNDANCY)
+    links: str = _default("measured", TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +286,7 @@ class ReplicatedOptions(_Checked):
 
     reduce_to_owner: bool = _default(False, FLAG)
     bucket_bytes: int = _default(25 * MiB, COUNT)
-    publish_bucket_bytes: int = _default(25 * MiB, COUNT)
+    publish_bucket_bytes: int | None = _default(None, COUNT.or_none())
     reduce_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())
     broadcast_parameters: bool = _default(True, FLAG)
     timeout_s: float | None = _default(None, SECONDS)
@@ -291,7 +303,7 @@ class ShardedOptions(_Checked):
     many on their way back. ``timeout_s``: see `ReplicatedOptions`.
     """
 
-    bucket_bytes: int = _default(BUCKET_BYTES, COUNT)
+    bucket_bytes: int | None = _default(None, COUNT.or_none())
     min_buckets: int | None = _default(None, COUNT.or_none())
     buffers: int = _default(2, COUNT)
     timeout_s: float | None = _default(None, SECONDS)

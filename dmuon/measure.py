@@ -41,8 +41,17 @@ from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.rule import Hyper, Rule
 from dmuon.scheduler import costs
-from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, Link, canonical_key, largest_batch
+from dmuon.scheduler.costs import (
+    BATCH_NUMEL,
+    NIC_SHARE,
+    CostTable,
+    Link,
+    Rates,
+    canonical_key,
+    largest_batch,
+)
 from dmuon.scheduler.specs import ShapeKey, dtype_name
+from dmuon.scheduler.topology import Topology
 from dmuon.tensors import are_raw, normalize
 from dmuon.types import KernelChoice, warn
 
@@ -812,6 +821,134 @@ def _fitted(ms: Sequence[float], sizes: Sequence[int]) -> Link:
     """
     slope, latency = np.polyfit(np.array(sizes), ms, 1, w=1 / np.array(ms))
     return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
+
+
+# ---- links -------------------------------------------------------------------------------
+
+_FEW_BYTES, _MOST_BYTES, _ENOUGH_S = 1 << 12, 1 << 26, 0.03  # of an exchange
+_PASSED = 1 << 22  # elements
+
+
+def on_links(
+    table: CostTable,
+    transport: Transport,
+    device: torch.device,
+    options: PlannerOptions,
+    topology: Topology,
+) -> CostTable:
+    """``table`` with links as measured, in about a second (and kept in the cache): how fast each
+    rank sends inside its node, and to others while all do. A collective call."""
+    each, folder = transport.gather_objects(socket.gethostname()), options.cache_dir
+    hosts = ", ".join(f"{n} on {host}" for host, n in sorted(Counter(each).items()))
+    name = f"{table.source}: {hosts}; nodes {topology.nodes}"
+    key, row = costs.CacheKey(name, torch.__version__, "links", "", 0, False), table.device
+    assert row is not None, "what was measured has a row"
+    folder = costs.cache_directory() if folder is None else folder
+    known = costs.read_cache(folder, key)[0] if transport.rank == 0 and folder else None
+    found = transport.broadcast_object(known, 0)
+    with torch.no_grad():
+        links = _Links(transport, device, topology)
+        if found is None or not links.are_as(found):
+            inside, across, *rates = links.measure()
+            at = replace(row, link=inside or row.link, network=across or row.network)
+            own = Rates(row.flops, *rates) if devices.of(device).is_cpu else None
+            found = CostTable(name, device=at, rates=own)
+            if transport.rank == 0 and folder:
+                costs.add_to_cache(folder, key, found)
+    table = replace(table, rates=found.rates, device=replace(row, link=found.device.link))
+    if topology.nodes == 1:
+        return table
+    card = 8e-9 * found.device.network * topology.columns / NIC_SHARE
+    return table.on_network(f"{card:.4f}Gb/node", topology.columns)
+
+
+class _Links:
+    """Exchanges of all ranks at once, each with one other: the next on its node (``step`` 0), or
+    the one at its place on the next node (1)."""
+
+    def __init__(self, transport: Transport, device: torch.device, topology: Topology) -> None:
+        self._transport, self._device, rows = transport, device, topology.slots()
+        self._token = torch.zeros(1, device=device)
+        self._peers: list[list[int]] = [[], []]
+        for rank in range(transport.world):
+            n = topology.node(rank)
+            c, other = rows[n].index(rank), rows[(n + 1) % len(rows)]
+            self._peers[0].append(rows[n][(c + 1) % len(rows[n])])
+            self._peers[1].append(other[min(c, len(other) - 1)])
+        self._has = topology.columns > 1, topology.nodes > 1
+
+    def seconds(self, work: Callable[[], object], runs: int = _MIN_TIMES) -> float:
+        """The median on the slowest rank."""
+        times = []
+        for _ in range(runs):
+            self._transport.all_reduce(self._token, tag="measuring").wait()  # all begin together
+            watch = Stopwatch(self._device)
+            watch.start()
+            work()
+            watch.stop()
+            times.append(watch.milliseconds() / 1e3)
+        return max(self._transport.gather_objects(statistics.median(times[1:])))
+
+    def exchange(self, step: int, nbytes: int) -> float:
+        """Seconds of sending so many bytes."""
+        rank, peers = self._transport.rank, self._peers[step]
+        sent = [nbytes * (r == peers[rank] != rank) for r in range(len(peers))]
+        came = [nbytes * (peer == rank != r) for r, peer in enumerate(peers)]
+        source, output = (
+            torch.zeros(sum(splits), dtype=torch.uint8, device=self._device)
+            for splits in (sent, came)
+        )
+        work = partial(self._transport.all_to_all, output, source, came, sent, tag="measuring")
+        runs = _MIN_TIMES * (1 + 2 * (nbytes <= _FEW_BYTES))
+        return self.seconds(lambda: work().wait(), runs)
+
+    def are_as(self, known: CostTable) -> bool:
+        """Whether one exchange takes about what was measured before: a network may have changed."""
+        rates, device = known.rates, known.device
+        if not self._has[1] or device is None:
+            return True
+        latency, per_byte = (0.0, 0.0) if rates is None else (rates.turn_s, rates.sent_s)
+        nbytes = _FEW_BYTES << 7
+        expected = latency + nbytes * (per_byte + 1 / device.network)
+        return 2 / 3 < self.exchange(1, nbytes) / expected < 3 / 2
+
+    def rate(self, step: int) -> tuple[float, float, float]:
+        """Seconds of a few bytes, of each more, and of a core for each."""
+        few, nbytes = self.exchange(step, _FEW_BYTES), _FEW_BYTES << 6
+        while True:
+            began = time.process_time()
+            taken = self.exchange(step, nbytes)
+            spent = time.process_time() - began
+            if taken > _ENOUGH_S or nbytes >= _MOST_BYTES:
+                break
+            nbytes *= 4
+        cores = statistics.fmean(self._transport.gather_objects(spent)) / (_MIN_TIMES * nbytes)
+        return few, max(1e-13, (taken - few) / (nbytes - _FEW_BYTES)), cores
+
+    def measure(self) -> tuple[float, ...]:
+        """Of the slowest rank: bytes per second inside a node and across nodes (0: there is no
+        other rank, or node), of passes over memory, and of those into new memory; seconds of a
+        call, of a turn, and of a core for each byte that is sent."""
+        is_cpu, inside, across, turn_s, sent_s = devices.of(self._device).is_cpu, 0.0, 0.0, 0.0, 0.0
+        if self._has[0]:
+            turn_s, per_byte, _ = self.rate(0)
+            inside, sent_s = 1 / per_byte, per_byte * is_cpu
+        if self._has[1]:
+            few, per_byte, cores = self.rate(1)
+            turn_s, sent_s = max(few, turn_s), sent_s or min(cores, per_byte) * is_cpu
+            across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # beside what cores do
+        if not is_cpu:
+            return inside, across
+        source, some = torch.ones(_PASSED), torch.ones(8)
+        target, calls = torch.empty_like(source), 1000
+
+        def call() -> None:
+            for _ in range(calls):
+                some.add_(1.0)
+
+        times = self.seconds(lambda: target.copy_(source)), self.seconds(source.clone)
+        passes = (2 * source.nbytes / each for each in times)
+        return inside, across, *passes, self.seconds(call) / calls, turn_s, sent_s
 
 
 def _by_row(values: Mapping[Case, T]) -> dict[Any, dict[int, T]]:

@@ -11,7 +11,9 @@ from dmuon.comm.transport import C10dTransport, Meter, Transport, Work, timeout_
 from dmuon.comm.transport import _Issued as IssuedWork
 from dmuon.devices import SideStream, host_can_read
 from dmuon.kernels.runner import Orthogonalizer
+from dmuon.measure import _Links as LinkTimer
 from dmuon.rule import Hyper, momentum_update
+from dmuon.scheduler.network import parts_of
 from dmuon.step.at_owners import OwnersEngine, OwnerState
 from dmuon.step.engine import WARM_UP
 from dmuon.step.on_params import ParamsEngine
@@ -24,6 +26,7 @@ __all__ = [
     "Given",
     "Hyper",
     "IssuedWork",
+    "LinkTimer",
     "Meter",
     "Orthogonalizer",
     "OwnerState",
@@ -39,6 +42,7 @@ __all__ = [
     "mesh_topology",
     "momentum_update",
     "parser_of",
+    "parts_of",
     "solve_on_first",
     "timeout_of",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ Everything but `allocate` and `Buffer` is pure data, equal on every rank.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
-from dmuon.config import BATCH_BUCKETS
-from dmuon.scheduler.plan import OwnershipPlan, Unit, bucket_count
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
-from dmuon.types import OwnershipError, grouped, runs_of
+from dmuon.types import OwnershipError
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 
@@ -280,72 +278,6 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 
 
 # ---- buckets of a step -----------------------------------------------------------------------
-
-
-def publish_buckets(
-    units: Sequence[Unit], bucket_bytes: int, item: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """The units whose results leave in one broadcast each, with their owner, in the order of their
-    predicted completion. Each owner fills its buckets in its order of execution, up to about
-    ``bucket_bytes`` in a dtype of ``item`` bytes."""
-    done = []
-    for owner, mine in grouped((unit.owner, u) for u, unit in enumerate(units)).items():
-        clock = 0.0
-        for members in runs_of(mine, lambda u: units[u].numel * item, bucket_bytes):
-            clock += sum(units[u].ms for u in members)
-            done.append((clock, owner, tuple(members)))
-    return [(owner, members) for _, owner, members in sorted(done)]
-
-
-def cut_buckets(
-    units: Sequence[Unit],
-    travelling: Sequence[int],
-    bucket_bytes: int,
-    min_buckets: int | None,
-    item: int,
-) -> tuple[tuple[int, ...], ...]:
-    """Of the units at ``travelling`` those that travel together, in the order of the buckets.
-
-    Every owner has about the same share of its time in each bucket, so that none waits for another.
-    The first and the last are half as large, because nothing hides the gather of the first and the
-    scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
-    else it is cut once more. A unit with co-owners is in one bucket on all of them.
-    """
-    if not (by_owner := grouped((units[u].owner, u) for u in travelling)):
-        return ()
-    fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
-    most = max(len(mine) for mine in by_owner.values())
-    count = bucket_count(fullest, most, bucket_bytes, min_buckets)
-    weights = [2.0] * count
-    if count > 2:
-        weights[0] = weights[-1] = 1.0
-    # Where, as parts of an owner's time, one bucket ends and the next begins.
-    edges = [edge / sum(weights) for edge in accumulate(weights[:-1])]
-    middles: list[tuple[float, int]] = []
-    for mine in by_owner.values():
-        weights = [units[u].ms for u in mine]
-        if not sum(weights) > 0:
-            weights = [float(units[u].numel) for u in mine]
-        ends = accumulate(weights)
-        total = sum(weights)
-        middles += [((end - w / 2) / total, u) for u, w, end in zip(mine, weights, ends)]
-    bucket_of: dict[int, int] = {}
-    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
-    part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # sizes: of each owner in the bucket
-    for middle, u in sorted(middles):
-        owner, nbytes = units[u].owner, units[u].numel * item
-        is_full = 0 < sizes[owner] > BATCH_BUCKETS * bucket_bytes - nbytes
-        # An edge that would come soon after is passed by.
-        if (now := bisect_right(edges, middle + is_full / (2 * count))) > part or is_full:
-            part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
-        sizes[owner] += nbytes
-        bucket_of[u] = bucket
-        if units[u].co_owners:
-            together[units[u].matrices] = bucket  # the last one's
-    buckets: list[list[int]] = [[] for _ in range(bucket + 1)]
-    for u, b in sorted(bucket_of.items()):
-        buckets[together.get(units[u].matrices, b)].append(u)
-    return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
 # ---- memory ----------------------------------------------------------------------------------

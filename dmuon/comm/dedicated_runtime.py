@@ -36,10 +36,11 @@ from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
 from dmuon.comm.storage import Storage, layers_of
-from dmuon.config import DedicatedOptions, ShardedOptions
+from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
-from dmuon.scheduler.plan import Unit, units_of
+from dmuon.scheduler.plan import Sizes, Unit, units_of
 from dmuon.scheduler.specs import Box
+from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
 _Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
@@ -60,8 +61,9 @@ class _Assembly:
     ) -> None:
         self._units = units
         near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
-        how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
-        self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
+        how = groups.tensors, groups.meter, Sizes(), like, reduced
+        topology = Topology.flat(slices.shards.world)  # they are on one node
+        self._pipeline = Pipeline(slices.shards, topology, near, range(len(near)), *how)
         self.nbytes = self._pipeline.nbytes
         # What is kept never moves, so views of it are made once.
         self._sources: list[Copies] = []
@@ -96,7 +98,7 @@ class _Assembly:
             lambda b: self._sources[b].run(),
             lambda u, gradients: compute(self._units[u], gradients),
             apply,
-            lambda: None,
+            lambda _: None,
         )
         self._pipeline.apply_pending(range(len(self._results)))
 

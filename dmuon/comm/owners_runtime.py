@@ -28,14 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from dmuon.comm import reducer as reduction
-from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, publish_buckets
+from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.transport import Transport, Work
-from dmuon.config import ReplicatedOptions
+from dmuon.config import BUCKET_BYTES, ReplicatedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
-from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Unit, publish_buckets, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError, runs_of
 
@@ -231,7 +231,8 @@ class ReducedRuntime(OwnersRuntime):
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
         item = max(dtype.itemsize for dtype in dtypes.values())
-        for owner, members in publish_buckets(self.units, options.publish_bucket_bytes, item):
+        size = options.publish_bucket_bytes or BUCKET_BYTES
+        for owner, members in publish_buckets(self.units, size, item):
             units = [self.units[u] for u in members]
             counts = [len(u.matrices) for u in units]
             sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]

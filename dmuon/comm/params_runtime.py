@@ -21,10 +21,11 @@ from dmuon.comm import hooks
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
+from dmuon.comm.routes import units_for
 from dmuon.comm.transport import Transport, Work, connect
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import OwnerLimits, StateSizes, canonical_name
 from dmuon.types import Layout
@@ -70,14 +71,15 @@ class ParamsRuntime(LayoutRuntime):
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, whether
         updates may be awaited by the next forward (else by `synchronize` alone), and the memory of
         `Pipeline`."""
-        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
-        self.batch_numel = BATCH_BUCKETS * self._options.bucket_bytes // ns_dtype.itemsize
-        travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
+        plan, units = self.plan, units_of(self.plan, groups, one_by_one=self.one_by_one)
+        sizes = Sizes.of(self._options, plan)
+        self.batch_numel = BATCH_BUCKETS * sizes.room // ns_dtype.itemsize
+        travelling = [u for u, unit in enumerate(units) if not self.is_local(unit)]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
-        how = self.transport, self.meter, self._options, like
-        self.pipeline = Pipeline(
-            self.shards, self.units, travelling, *how, memory=memory, replicas=self._peers
-        )
+        # As this rank sees them; `memory` may look at them.
+        self.units = units_for(units, self.shards, plan.topology, self.transport.rank)
+        what, how = (self.shards, plan.topology, units, travelling), (self.meter, sizes, like)
+        self.pipeline = Pipeline(*what, self.transport, *how, memory=memory, replicas=self._peers)
         if not has_hooks or (model := self._model()) is None:
             return
         self._gathers = gathers = hooks.Gathers(model, self.device)
@@ -106,9 +108,9 @@ class ParamsRuntime(LayoutRuntime):
         return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
     def is_local(self, unit: Unit) -> bool:
-        """Whether a unit's matrices lie whole on their owner and nowhere else."""
+        """Whether nothing has to travel for a unit."""
         # Matrices of different domains are never batched together, so one speaks for all.
-        return self.shards.is_local(unit.matrices[0])
+        return self.shards.is_local(unit.matrices[0], unit.copies)
 
     def close(self) -> None:
         self.synchronize()
@@ -191,13 +193,17 @@ def open_peers(
     new_group: NewGroup,
     device: torch.device,
 ) -> dict[tuple[int, ...], Transport]:
-    """A transport over each set of co-owners, and of ranks with equal shards, that this rank
+    """A transport over each set of co-owners, and of ranks that share updates, that this rank
     belongs to, with its first collective run; a collective call."""
-    rank, everyone = transport.rank, tuple(range(transport.world))
+    rank, everyone, topology = transport.rank, tuple(range(transport.world)), plan.topology
     co_owners = {batch.co_owners for batch in plan.batches if batch.co_owners}
-    replicas = shards.partner_sets()
+    sharing: set[tuple[int, ...]] = set()
+    for ranks in shards.partner_sets(plan.copies, topology):
+        columns = topology.columns_of(ranks)
+        nodes = zip(*columns, strict=True) if len(columns) > 1 else ()
+        sharing |= {tuple(sorted(some)) for some in (*columns, *nodes) if len(some) > 1}
     found: list[list[tuple[int, ...]]] = []
-    for ranks in sorted(co_owners | (replicas - {everyone}), key=lambda ranks: (len(ranks), ranks)):
+    for ranks in sorted(co_owners | (sharing - {everyone}), key=lambda ranks: (len(ranks), ranks)):
         # Partitions of the mesh: every rank joins in making each.
         free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
         if (parts := next(free, None)) is None:
@@ -211,8 +217,8 @@ def open_peers(
         peers[mine] = new_group(whole)
         if mine in co_owners:
             connect(peers[mine], device)
-        if mine in replicas:
+        if mine in sharing:
             connect(peers[mine], device, gathers=True)
-    if everyone in replicas:
+    if everyone in sharing:
         connect(transport, device, gathers=True)
     return peers

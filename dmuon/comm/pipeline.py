@@ -25,11 +25,20 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.buckets import cut_buckets
-from dmuon.comm.routes import BucketRoute, Message, Ranks, Units, bucket_route, places
+from dmuon.comm.routes import (
+    BucketRoute,
+    Message,
+    Ranks,
+    Units,
+    bucket_route,
+    places,
+    turns_of,
+    units_for,
+)
 from dmuon.comm.transport import Meter, Transport, Work
-from dmuon.config import ShardedOptions
+from dmuon.scheduler.plan import Sizes, buckets_of
 from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.topology import Topology
 
 _INBOUND = 3  # of the buffers of a bucket
 Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
@@ -43,7 +52,7 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
     pieces are blocks there is one buffer of both, as where all blocks are replicated alike. Nobody
     sends what all hold whole.
     """
-    owned = 0 if route.everywhere else route.owned.numel
+    owned = 0 if route.columns else route.owned.numel
     pieces, came = route.held.numel, route.came.numel
     is_within = any(one.is_all for one in route.replications)
     return (
@@ -74,7 +83,8 @@ class Bucket:
     """A bucket's buffers, and views of them made once. ``send`` has the operands of what this rank
     holds, in the order of ``route.blocks``; ``updates`` are where updates arrive, (flat buffer, its
     layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that it owns are assembled at
-    every step; those with co-owners, ``shared`` of them, come first."""
+    every step; those with co-owners, ``shared`` of them, come first. ``turns`` are the all-gathers
+    of updates, one after the other, of which in a step the ``turn``-th comes next."""
 
     def __init__(
         self, route: BucketRoute, units: Units, buffers: list[Tensor], assembly: Tensor, rank: int
@@ -85,22 +95,31 @@ class Bucket:
         sent = pieces if route.cuts else self.send
         every = [one.others for one in route.replications]
         gathered = replicated.split([others.numel for others in every])
-        # Of each replication: the ranks, what comes from each of them, and this one's.
-        self.replicas: list[tuple[Ranks, list[Tensor], Tensor]] = []
+        found = []
         copies: list[tuple[Tensor, Tensor]] = []
         for one, buffer in zip(route.replications, gathered, strict=True):
-            shares = buffer.split([one.others.splits[r] for r in one.ranks])
-            own = shares[one.ranks.index(rank)]
-            self.replicas.append((one.ranks, [*shares], own))
-            updates = own if one.is_all else updates
+            order = [*chain(*one.columns)]
+            shares = buffer.split(one.others.splits[: len(order)])
+            updates = shares[order.index(rank)] if one.is_all else updates
             copies += [cut.within(buffer, updates) for cut in one.copies]
+            found.append((buffer, turns_of(one.columns, one.others.splits, rank)))
         self.copies = Copies(copies)
         came = came if route.joins else updates
         self.updates = [(updates, route.updates), *zip(gathered, every)]
-        self.shares: list[Tensor] = []  # of a published bucket, by owner
-        if route.everywhere:
-            self.shares = list(came.split(route.came.splits))
-            leaving, arrived = self.shares[rank], sent
+        self.is_published = bool(route.columns)
+        if route.columns:
+            order = [*chain(*route.columns)]
+            leaving = came.split(route.came.splits[: len(order)])[order.index(rank)]
+            arrived = sent
+            found.append((came, turns_of(route.columns, route.came.splits, rank)))
+        self.turns: list[list[tuple[Ranks, list[Tensor]]]] = [[], []]
+        for buffer, turns in found:
+            for into, (ranks, parts) in zip(self.turns, turns, strict=True):
+                if len(ranks) > 1 and any(size for _, size in parts):  # as all of them know
+                    into.append((ranks, [buffer.narrow(0, *part) for part in parts]))
+        while self.turns and not self.turns[-1]:
+            self.turns.pop()
+        self.turn = 0
         # Of each exchange: its tag, what comes, and what is sent.
         self.gather = "gather", (arrived, route.owned), (sent, route.held)
         self.scatter = "scatter", (came, route.came), (leaving, route.owned)
@@ -155,7 +174,7 @@ class Pipeline:
     ``inbound`` is the dtype on the way to the owners, where it is another. ``memory`` gives memory
     for so many elements, in which the operands of all buckets lie one behind the other, to be sent
     from there; without it they have slots as well. ``replicas`` has a transport over each set of
-    ranks with equal shards that this one is in; ``transport`` is that of all ranks. ``nbytes`` are
+    ranks that this one shares updates with; ``transport`` is that of all ranks. ``nbytes`` are
     those of its own buffers: "inbound" and "outbound" have room, slot by slot, for what the rank
     and its replicas hold, and what it owns, of a bucket; "assembly" is the largest owned bucket.
     """
@@ -163,23 +182,24 @@ class Pipeline:
     def __init__(
         self,
         shards: ShardMap,
+        topology: Topology,
         units: Units,
         travelling: Sequence[int],
         transport: Transport,
         meter: Meter,
-        options: ShardedOptions,
+        sizes: Sizes,
         like: Tensor,
         inbound: torch.dtype | None = None,
         memory: Callable[[int], Tensor] | None = None,
         replicas: Mapping[Ranks, Transport] | None = None,
     ) -> None:
-        size = options.bucket_bytes, options.min_buckets, like.element_size()
-        cuts = cut_buckets(units, travelling, *size)
-        routes = [bucket_route(shards, units, members, transport.rank) for members in cuts]
+        cuts, self._slots = buckets_of(units, travelling, sizes, like.element_size())
+        units = units_for(units, shards, topology, transport.rank)
+        routes = [bucket_route(shards, topology, units, cut, transport.rank) for cut in cuts]
         self._transport = transport
         self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._meter = meter
-        self._slots = slots = options.buffers
+        self._ahead = sizes.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
         self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
@@ -187,27 +207,31 @@ class Pipeline:
         assembly = like.new_empty(largest, dtype=inbound)
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
-        for number, sizes in enumerate(zip(*map(_room, routes), strict=True)):
+        for number, numels in enumerate(zip(*map(_room, routes), strict=True)):
             if memory is not None and not number:
-                rings.append(list(memory(sum(sizes)).split(sizes)))
+                rings.append(list(memory(sum(numels)).split(numels)))
                 continue
             # A slot holds the largest of its buckets.
-            slot_sizes = [max(sizes[slot::slots], default=0) for slot in range(slots)]
-            dtype = inbound if number < _INBOUND else like.dtype
+            is_inbound = number < _INBOUND
+            slots = self._ahead if is_inbound else self._slots
+            slot_sizes = [max(numels[slot::slots], default=0) for slot in range(slots)]
+            dtype = inbound if is_inbound else like.dtype
             ring = [like.new_empty(size, dtype=dtype) for size in slot_sizes]
-            rings.append([ring[b % slots].narrow(0, 0, size) for b, size in enumerate(sizes)])
-            purpose = "inbound" if number < _INBOUND else "outbound"
+            rings.append([ring[b % slots].narrow(0, 0, n) for b, n in enumerate(numels)])
+            purpose = "inbound" if is_inbound else "outbound"
             self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
             Bucket(route, units, [ring[b] for ring in rings], assembly, transport.rank)
             for b, route in enumerate(routes)
         ]
-        self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
+        self.only_publishes = bool(routes) and all(bucket.is_published for bucket in self.buckets)
         # What a profiler sees of each bucket.
         within = [sorted(chain(*(units[u].matrices for u in members))) for members in cuts]
         names = [[shards.specs.matrices[i].name for i in some] for some in within]
         self._gathering: list[AbstractContextManager[object]] = [
-            nullcontext() if bucket.shares else record_function(f"dmuon::gather {layers_in(some)}")
+            nullcontext()
+            if bucket.is_published
+            else record_function(f"dmuon::gather {layers_in(some)}")
             for bucket, some in zip(self.buckets, names, strict=True)
         ]
         self._publishing = record_function("dmuon::publish")
@@ -217,7 +241,7 @@ class Pipeline:
         fill: Callable[[int], None],
         compute: Callable[[int, Tensor], Tensor | None],
         apply: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[float], None],
         may_send: Callable[[], bool] | None = None,
         share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
     ) -> bool:
@@ -230,27 +254,32 @@ class Pipeline:
                 until the next call. None if nobody will apply the update.
             apply: update the parameters by what came to a bucket's ``updates``; of the last ones
                 `apply_pending` calls it, later.
-            meanwhile: called while the first buckets travel, or, of updates alone, the last ones.
+            meanwhile: do such a part of what is left of other work while buckets travel: all of it
+                while the first do, or, of updates alone, before waiting for any, the rest last.
             may_send: if only updates travel, asked once before the first of them does.
             share: `compute` for all units of a bucket that have co-owners; valid until the next.
         """
         assert not self._pending, "the updates of the last step were not applied"
-        count = len(self.buckets)
-        for b in range(min(self._slots, count)):
+        count, slots = len(self.buckets), self._slots
+        depth = max((len(bucket.turns) for bucket in self.buckets), default=0)
+        for bucket in self.buckets:
+            bucket.turn = 0
+        for b in range(min(self._ahead, count)):
             self._gather(b, fill)
         # Where nothing is gathered the updates are what there is to wait for.
         if not self.only_publishes:
-            meanwhile()
+            meanwhile(1.0)
         for b, bucket in enumerate(self.buckets):
             with self._gathering[b]:
                 self._meter.wait("gather", bucket.works)
                 bucket.assembly.run(self.copier)
-            if b + self._slots < count:
-                self._gather(b + self._slots, fill)
-            if b and self._slots == 1:  # its slot is needed now
-                self._replicate(b - 1)
-            if b >= self._slots:
-                self.apply_pending([b - self._slots])
+            if b + self._ahead < count:
+                self._gather(b + self._ahead, fill)
+            if b >= slots:  # its slot is needed now
+                if self.only_publishes:
+                    meanwhile(1 / (count + 1 - b))
+                self._send_on(b - slots, to_the_end=True)
+                self.apply_pending([b - slots])
             shared = bucket.stacks[: bucket.shared]
             updates = share(shared) if share is not None and shared else []
             for n, (u, stack) in enumerate(bucket.stacks):
@@ -259,19 +288,19 @@ class Pipeline:
                     bucket.leaving(n, update).run(self.copier)
             if not b and may_send is not None and not may_send():
                 return False
-            with self._publishing:
-                if bucket.shares:
-                    self._meter["updates"] += sum(part.nbytes for part in bucket.shares)
-                    bucket.works.append(self._transport.all_gather(bucket.shares, tag="updates"))
-                else:
+            if bucket.is_published:
+                self._send_on(b)
+            else:
+                with self._publishing:
                     self._exchange(bucket, *bucket.scatter)
             self._pending[b] = apply
-            if b and self._slots > 1:
-                self._replicate(b - 1)
-        if count:
-            self._replicate(count - 1)
+            for back in range(1, depth + 1):
+                self._send_on(b - back)
+        for b in range(count, count + depth):
+            for back in range(1, depth + 1):
+                self._send_on(b - back)
         if self.only_publishes:
-            meanwhile()
+            meanwhile(1.0)
         return True
 
     def _arrive(self, bucket: Bucket) -> None:
@@ -292,18 +321,29 @@ class Pipeline:
         with self._gathering[b]:
             fill(b)
             bucket.cuts.run(self.copier)
-            if not bucket.shares:
+            if not bucket.is_published:
                 self._exchange(bucket, *bucket.gather)
 
-    def _replicate(self, b: int) -> None:
-        bucket = self.buckets[b]
-        if not bucket.replicas:
+    def _send_on(self, b: int, *, to_the_end: bool = False) -> None:
+        """The next all-gather of a bucket's updates, if there is one, or all that are left."""
+        if not 0 <= b < len(self.buckets):
             return
-        self._arrive(bucket)
-        bucket.copies.run(self.copier)
-        for ranks, shares, own in bucket.replicas:
-            self._meter["replicate"] += own.nbytes * (len(ranks) - 1)
-            bucket.works.append(self._replicas[ranks].all_gather(shares, tag="replicate"))
+        bucket, is_published = self.buckets[b], self.buckets[b].is_published
+        while bucket.turn < len(bucket.turns):
+            with self._publishing:
+                if bucket.turn:
+                    self._meter.wait("scatter", bucket.works)
+                elif not is_published:
+                    self._arrive(bucket)
+                    bucket.copies.run(self.copier)
+                tag = "updates" if is_published else "replicate"
+                for ranks, parts in bucket.turns[bucket.turn]:
+                    own = parts[ranks.index(self._transport.rank)].nbytes * (len(ranks) - 1)
+                    self._meter[tag] += sum(p.nbytes for p in parts) if is_published else own
+                    bucket.works.append(self._replicas[ranks].all_gather(parts, tag=tag))
+            bucket.turn += 1
+            if not to_the_end:
+                return
 
     def apply_pending(self, buckets: Sequence[int]) -> None:
         """Wait for the updates of these buckets, where they are pending, and apply them."""
@@ -312,7 +352,7 @@ class Pipeline:
                 continue
             bucket = self.buckets[b]
             with self._publishing:
-                if bucket.replicas:
+                if bucket.turns and not bucket.is_published:
                     self._meter.wait("scatter", bucket.works)
                 else:
                     self._arrive(bucket)

@@ -8,7 +8,11 @@ Routes say what every rank sends and receives of a bucket of units (`dmuon.sched
 
 What every rank holds whole (the `replicated` layout) needs one phase alone::
 
-    publish    owner ---its updates---> everyone                           (one broadcast per owner)
+    publish    owner ---its updates---> everyone                           (all-gather)
+
+Where several of the ranks that need the same are on a node, an all-gather takes two turns, so that
+it crosses to a node once: among the ranks of a column, one per node, and then inside nodes. Of a
+matrix that has copies, each owner sends to its audience alone, in the same phases.
 
 In a message the parts follow each other in the order of the bucket's units and of the matrices in
 a unit, so sender and receiver need no header.
@@ -23,9 +27,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, compress, groupby, pairwise
+from itertools import accumulate, chain, compress, groupby, pairwise
 from operator import add, itemgetter, not_
 
 import torch
@@ -37,6 +41,7 @@ from dmuon.dtensors import local_rows, sharded_rows, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import Box, Form
+from dmuon.scheduler.topology import Topology
 
 Ranks = tuple[int, ...]
 Units = Sequence[Unit]
@@ -123,19 +128,20 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """What comes to each of ``ranks``, which have equal shards, is sent to all of them. In the
-    buffer of an all-gather lie the blocks of updates of all, by the rank that had them first. If a
-    rank's own are all that came to it, they arrived there."""
+    """What comes to each of some ranks, which have equal shards, is sent to all of them. In the
+    buffer of an all-gather lie the blocks of updates of all, by the rank that had them first, in
+    the order of ``columns`` (`Topology.columns_of`). If a rank's own are all that came to it, they
+    arrived there."""
 
-    ranks: Ranks
-    others: Message  # the blocks of the others; ``splits`` are those of all
+    columns: tuple[Ranks, ...]
+    others: Message  # the blocks of the others; ``splits`` are those of all, in that order
     copies: tuple[Cut, ...]  # where its own lie in ``updates``
     is_all: bool  # its own are all of these, in their order, and not copied
 
 
 @dataclass(frozen=True, slots=True)
 class BucketRoute:
-    """One rank's view of a bucket. Of one that every rank holds whole, ``held`` and ``owned`` are
+    """One rank's view of a bucket. Of one that all ranks hold whole, ``held`` and ``owned`` are
     what is owned here, and nothing is copied."""
 
     units: tuple[int, ...]  # owned here
@@ -146,8 +152,8 @@ class BucketRoute:
     replications: tuple[Replication, ...]  # by ranks, in one order everywhere
     cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
     joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
-    came: Message  # updates as they come: as ``held``, or by owner
-    everywhere: bool  # every rank holds it whole
+    came: Message  # updates as they come: as ``held``, or by owner, in the order of ``columns``
+    columns: tuple[Ranks, ...]  # of the ranks that all hold it whole, if they do
 
 
 # Of a matrix: (position in its unit, matrix, its shape there, is its slot transposed, box in it).
@@ -189,6 +195,18 @@ def parts_of(
 _Pieces = list[tuple[int, int, MatrixPart]]
 
 
+def units_for(units: Units, shards: ShardMap, topology: Topology, rank: int) -> tuple[Unit, ...]:
+    """Units as a rank sees them: of those that have copies, the one whose result it takes."""
+    found = []
+    for unit in units:
+        if unit.copies:
+            served = shards.audiences(unit.matrices[0], unit.copies, topology)
+            n = next((n for n, ranks in enumerate(served) if rank in ranks), 0)
+            unit = replace(unit, owner=unit.copies[n], audience=served[n])
+        found.append(unit)
+    return tuple(found)
+
+
 def _message(shards: ShardMap, pieces: _Pieces) -> Message:
     parts: list[Part] = []
     splits = [0] * shards.world
@@ -210,13 +228,14 @@ def _parts_at(
 
 
 def _contents(
-    shards: ShardMap, unit: Unit, position: int, rank: int, everywhere: bool
+    shards: ShardMap, unit: Unit, position: int, rank: int, order: Ranks
 ) -> Iterator[tuple[str, int, MatrixPart]]:
-    """(message of `BucketRoute`, peer, what it has) of a matrix, whole everywhere or in pieces."""
+    """(message of `BucketRoute`, peer, what it has) of a matrix, in pieces or whole everywhere, on
+    the ranks of ``order``."""
     i, is_first = unit.matrices[position], unit.owner == unit.first_owner
     part, block = _parts_at(shards, unit, position, rank)
-    if everywhere:
-        yield "published", unit.owner, part
+    if order:
+        yield "published", order.index(unit.owner), part
         if is_first:
             yield "updates", 0, block
         if unit.owner == rank:
@@ -243,63 +262,76 @@ def _replicated(
     i, is_first = unit.matrices[position], unit.owner == unit.first_owner
     if is_first and shards.is_replicated(i) and shards.piece(i, rank).numel:
         replica, ranks = shards.replica_of(i, unit.owner), shards.partners(i, rank)
+        if unit.audience:
+            ranks = tuple(r for r in ranks if r in unit.audience)
         source = next(r for r in ranks if shards.replica_of(i, r) == replica)
-        yield ranks, source, _parts_at(shards, unit, position, rank)[1]
+        if len(ranks) > 1:
+            yield ranks, source, _parts_at(shards, unit, position, rank)[1]
 
 
-def bucket_route(shards: ShardMap, units: Units, bucket: Sequence[int], rank: int) -> BucketRoute:
-    """What ``rank`` sends and receives for a bucket."""
+def bucket_route(
+    shards: ShardMap, topology: Topology, units: Units, bucket: Sequence[int], rank: int
+) -> BucketRoute:
+    """What ``rank`` sends and receives for a bucket of `units_for` it."""
     everywhere = all(map(shards.is_everywhere, (i for u in bucket for i in units[u].matrices)))
+    columns: tuple[Ranks, ...] = ()
+    if everywhere:
+        columns = topology.columns_of(units[bucket[0]].audience or range(shards.world))
+    order = tuple(chain(*columns))
     contents: dict[str, _Pieces] = defaultdict(list)
     replicated: dict[Ranks, _Pieces] = defaultdict(list)
     is_shared = any(units[u].co_owners for u in bucket)
     # Blocks are replicated in the order of ``updates``: of units, or of owners and units.
     for u in bucket if is_shared else sorted(bucket, key=lambda u: units[u].owner):
-        for position in () if everywhere else range(len(units[u].matrices)):
+        for position in () if order else range(len(units[u].matrices)):
             for ranks, source, block in _replicated(shards, units[u], position, rank):
                 replicated[ranks].append((source, u, block))
     for u in bucket:
         for position in range(len(units[u].matrices)):
-            for name, peer, part in _contents(shards, units[u], position, rank, everywhere):
+            for name, peer, part in _contents(shards, units[u], position, rank, order):
                 contents[name].append((peer, u, part))
 
     def message(name: str) -> Message:
         return _message(shards, contents[name])
 
     held = message("held")
-    came = message("published") if everywhere else held
+    came = message("published") if order else held
     blocks, updates = held, came
     if is_shared:
         blocks = message("blocks")
-        updates = message("updates") if everywhere else blocks
+        updates = message("updates") if order else blocks
     return BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if everywhere else message("owned"),
+        owned=held if order else message("owned"),
         blocks=blocks,
         updates=updates,
         replications=tuple(
-            _replication(shards, units, ranks, pieces, rank, updates)
+            _replication(shards, units, topology.columns_of(ranks), pieces, rank, updates)
             for ranks, pieces in sorted(replicated.items())
         ),
         cuts=_cuts(shards, units, held, blocks) if is_shared else (),
         joins=_cuts(shards, units, came, updates) if is_shared else (),
         came=came,
-        everywhere=everywhere,
+        columns=columns,
     )
 
 
 def _replication(
-    shards: ShardMap, units: Units, ranks: Ranks, pieces: _Pieces, rank: int, updates: Message
-) -> Replication:
-    every = _message(shards, pieces)
+    shards: ShardMap, units: Units, columns: tuple[Ranks, ...], pieces: _Pieces, rank: int,
+    updates: Message,
+) -> Replication:  # fmt: skip
+    order = tuple(chain(*columns))
+    at = {r: n for n, r in enumerate(order)}
+    every = _message(shards, [(at[source], u, part) for source, u, part in pieces])
     alone = _message(shards, [piece for piece in pieces if piece[0] == rank])
-    start = sum(every.splits[:rank])
+    start = sum(every.splits[: at[rank]])
     is_own = [start <= part.start < start + alone.numel for part in every.parts]
     own = Message(tuple(compress(every.parts, is_own)), alone.splits)
     others = Message(tuple(compress(every.parts, map(not_, is_own))), every.splits)
     is_all = alone.parts == updates.parts
-    return Replication(ranks, others, () if is_all else _cuts(shards, units, own, updates), is_all)
+    copies = () if is_all else _cuts(shards, units, own, updates)
+    return Replication(columns, others, copies, is_all)
 
 
 def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> tuple[Cut, ...]:
@@ -318,6 +350,25 @@ def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> t
             whole = block.start + k * block.box.numel, (count, *block.box.shape)
             found.append(Cut(*piece, *whole, in_matrix.within(block.box)))
     return tuple(found)
+
+
+def turns_of(
+    columns: Sequence[Ranks], splits: Sequence[int], rank: int
+) -> list[tuple[Ranks, list[tuple[int, int]]]]:
+    """The all-gathers, (ranks, (start, numel) of what each of them has), by which shares of so many
+    elements, one behind the other in the order of `Topology.columns_of`, come to all ranks."""
+    ends = [0, *accumulate(splits)]
+    edges = [0, *accumulate(map(len, columns))]
+    k = next(k for k, column in enumerate(columns) if rank in column)
+    near = tuple(column[columns[k].index(rank)] for column in columns)
+    own = [(ends[n], ends[n + 1]) for n in range(edges[k], edges[k + 1])]
+    whole = [(ends[a], ends[b]) for a, b in pairwise(edges)]
+    found = []
+    for ranks, parts in ((columns[k], own), (near, whole)):
+        placed = sorted(zip(ranks, parts, strict=True))
+        sizes = [(start, end - start) for _, (start, end) in placed]
+        found.append((tuple(r for r, _ in placed), sizes))
+    return found
 
 
 # ---- saved state -----------------------------------------------------------------------------

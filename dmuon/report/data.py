@@ -19,7 +19,6 @@ from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
-from dmuon.scheduler.traffic import traffic
 from dmuon.types import Algorithm, grouped
 
 FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
@@ -293,7 +292,7 @@ class LoadBalanceReport:
             "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
-            "traffic": traffic(plan).to_dict(),
+            "step": plan.step and asdict(plan.step) | {"bucket_bytes": plan.bucket_bytes},
             "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
             "shapes": [asdict(shape) for shape in self.shapes],
@@ -455,10 +454,10 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         ),
         "co-owners": _co_owners_text(report),
         "kernels": _kernels_text(plan),
+        "network": _network_text(report),
         "note": plan.search.note,
         "bottleneck": _bottleneck_text(report),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
-        "traffic": _traffic_text(report),
         **of_model,
     }
     if measured:
@@ -471,21 +470,25 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     return [(label, sentence) for label, sentence in facts.items() if sentence]
 
 
-def _traffic_text(report: LoadBalanceReport) -> str:
-    """What a rank sends in each part of training."""
-    found, parts, size = traffic(report.plan), [], render.bytes_text
-    for when, flows in grouped((flow.when, flow) for flow in found.flows).items():
-        across = sum(flow.across[0] for flow in flows)
-        sent = across + sum(flow.inside[0] for flow in flows)
-        mean, most, over = (size(round(n)) for n in (sent.mean(), sent.max(), across.max()))
-        details = [f"at most {most}"] if mean != most else []
-        details += [f"{over} to other nodes"] if across.any() else []
-        text = f"a rank sends {mean} in {'a ' * (when == 'step')}{when}"
-        text += f" ({', '.join(details)})" if details else ""
-        if found.device is not None:
-            text += f", {report.ms_text(sum(flow.ms(found.device) for flow in flows))} ms"
-        parts.append(text)
-    return "; ".join(parts) + ". dmuon simulate says how much of it a step waits for" * bool(parts)
+def _network_text(report: LoadBalanceReport) -> str:
+    """How the step is cut for its links, and what else it would take."""
+    plan, text = report.plan, report.ms_text
+    if (step := plan.step) is None:
+        return ""
+    by = Counter[int]()
+    for batch in plan.batches:
+        by[max(1, len(batch.copies))] += len(batch.matrices)
+    told = "each matrix computed once"
+    if by[1] < by.total():
+        parts = (f"{count} by {n}" for n, count in sorted(by.items()) if count)
+        told = f"matrices computed once or by several parts of the mesh: {', '.join(parts)}"
+    size = render.bytes_text(plan.bucket_bytes or 0)
+    told += f", buckets of {size}" * (plan.bucket_bytes is not None)
+    binds = "the links bind" if step.link_ms > step.work_ms else "computing binds"
+    work = f"{text(step.work_ms)} ms of work, {text(step.link_ms)} ms on links: {binds}"
+    others = ("each matrix once", step.once_ms), ("all in each part of the mesh", step.copied_ms)
+    ends = ", ".join(f"{how} {text(ms)} ms" for how, ms in others if ms is not None)
+    return f"a step of {text(step.ms)} ms, simulated ({ends}); {told}. {work}"
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:

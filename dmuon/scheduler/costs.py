@@ -184,13 +184,13 @@ _GPUS: Mapping[str, _Row] = {
     "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
     "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
 }
-_HBM_SHARE, _LINK_SHARE, _NIC_SHARE = 0.9, 0.8, 0.9  # of the data sheet's rates that are reached
+_HBM_SHARE, _LINK_SHARE, NIC_SHARE = 0.9, 0.8, 0.9  # of the data sheet's rates that are reached
 
 
 def _gpu(row: _Row) -> AnalyticDevice:
     name, peak, reached, hbm, link, nic, half = row
     rates = 1e12 * peak * reached, 1e12 * hbm * _HBM_SHARE
-    links = 1e9 * link * _LINK_SHARE, 1e9 / 8 * nic * _NIC_SHARE
+    links = 1e9 * link * _LINK_SHARE, 1e9 / 8 * nic * NIC_SHARE
     # Our Triton kernels are for GPUs of NVIDIA and AMD.
     return AnalyticDevice(*rates, 5e-6, half, *links, not name.startswith("ascend"), fitted=False)
 
@@ -241,7 +241,7 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
             f"{text!r} is no network card: give its rate in bits, as 400Gb/gpu or 400Gb/node"
         )
     bits = float(match[1]) * (1e9 if match[2] in "Gg" else 1e12)
-    return bits / 8 * _NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
+    return bits / 8 * NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
 
 
 def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:

@@ -13,23 +13,40 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
+from dmuon.config import BATCH_BUCKETS, BUCKET_BYTES, ShardedOptions
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec, ShapeKey
 from dmuon.scheduler.topology import Topology
-from dmuon.types import KernelChoice, Layout, PlanError, grouped
+from dmuon.types import KernelChoice, Layout, PlanError, grouped, runs_of
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
+
+
+Parts = tuple[tuple[int, ...], ...]
+"""Sets of ranks of one size, each of which may compute a matrix by itself."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is cut. ``redundant``: matrices, with the parts that compute each by themselves;
+    ``bucket_bytes``: the size of buckets (None: the layout's own); ``by_shape``: owners come to
+    matrices of one shape at one time, else in the order in which the next forward needs them."""
+
+    redundant: Mapping[int, Parts] = field(default_factory=dict)
+    bucket_bytes: int | None = None
+    by_shape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,8 @@ class Batch:
     ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time; ``kernel`` as
     `KernelChoice` writes it, or "" for the fixed rule at run time. ``co_owners``, if any, the owner
     first, have a slice of the longer dim and ``ms`` each; ``split``: they also share the products
-    of short side x short side, by rows."""
+    of short side x short side, by rows. ``copies``, if any, the owner first, compute all of it each
+    (redundancy): one for each part of the mesh, whose ranks take its result."""
 
     owner: int
     matrices: tuple[int, ...]
@@ -47,10 +65,12 @@ class Batch:
     kernel: str = ""
     co_owners: tuple[int, ...] = ()
     split: bool = False
+    copies: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.co_owners or (self.owner,)
+        """All that work on it."""
+        return self.co_owners or self.copies or (self.owner,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +148,20 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Milliseconds of the optimizer's part of a simulated step: as planned; with one owner per
+    matrix and the layout's own buckets (``once_ms``); where each part of the mesh computes all by
+    itself (``copied_ms``; None: there are no parts). ``work_ms`` is Newton-Schulz, the mean of all
+    ranks, ``link_ms`` what the links carry, if nothing waits: no order of it is faster."""
+
+    ms: float
+    once_ms: float
+    copied_ms: float | None
+    work_ms: float
+    link_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
     """How a plan was found: makespans of other solvers, the MILP ``engine``, a ``note`` where
     something else was done than asked for, and whether the plan depends on the clock."""
@@ -149,6 +183,9 @@ class OwnershipPlan:
     Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
     and ``alone_ms`` is the best makespan found without. Where none has, it holds for such plans,
     and ``shared_ms`` is the makespan of a way to share that was not asked for, or saves too little.
+
+    ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own). ``step`` is what
+    was simulated to choose (None: nothing is known of links, or nothing travels).
     """
 
     specs: ModelSpecs
@@ -167,6 +204,8 @@ class OwnershipPlan:
     shared_prices: tuple[SharedPrice, ...] = ()
     alone_ms: float | None = None
     shared_ms: float | None = None
+    bucket_bytes: int | None = None
+    step: StepTimes | None = None
 
     def __post_init__(self) -> None:
         self.limits.check(len(self.specs.matrices), self.topology.world)
@@ -195,6 +234,12 @@ class OwnershipPlan:
         return tuple(owners[i] for i in range(len(self.specs.matrices)))
 
     @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that compute each matrix whole; of one with co-owners the first of these."""
+        found = {i: b.copies or (b.owner,) for b in self.batches for i in b.matrices}
+        return tuple(found[i] for i in range(len(self.specs.matrices)))
+
+    @cached_property
     def loads_ms(self) -> tuple[float, ...]:
         """Predicted milliseconds of each rank, fixed load included."""
         loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
@@ -208,8 +253,9 @@ class OwnershipPlan:
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of optimizer state of each rank: fixed, and of the matrices it owns."""
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
-        for i, (matrix, owner) in enumerate(zip(self.specs.matrices, self.owners, strict=True)):
-            state[owner] += self.limits.state_bytes(i, matrix, self.layout)
+        for i, (matrix, owners) in enumerate(zip(self.specs.matrices, self.copies, strict=True)):
+            for owner in owners:
+                state[owner] += self.limits.state_bytes(i, matrix, self.layout)
         return tuple(state)
 
     @property
@@ -239,10 +285,13 @@ class OwnershipPlan:
             "topology": _plain(self.topology) | {"axes": None},  # names decide nothing
             "batches": [
                 (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel, b.split)
+                + (b.copies,) * bool(b.copies)
                 for b in self.batches
             ],
             "layout": self.layout,
         }
+        if self.bucket_bytes is not None:
+            data["bucket_bytes"] = self.bucket_bytes
         return sha256(data, _plain)[:16]
 
     def fingerprint(self) -> str:
@@ -389,6 +438,7 @@ class Unit:
     A unit that has matrices and transposes is stacked short side first, and ``transposed`` says
     whose slot holds the transpose (empty: none). Of matrices with ``co_owners`` each of these has a
     unit: ``rows`` is the short side, ``cols`` its ``owner``'s part of the long one, from ``start``.
+    With ``copies`` the owner is the one whose result the ranks of ``audience`` take (empty: all).
     """
 
     owner: int
@@ -402,6 +452,13 @@ class Unit:
     co_owners: tuple[int, ...] = ()
     start: int = 0
     split: bool = False
+    copies: tuple[int, ...] = ()
+    audience: tuple[int, ...] = ()
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its owner is the one of all copies that is told of."""
+        return not self.copies or self.owner == self.copies[0]
 
     @property
     def first_owner(self) -> int:
@@ -427,9 +484,9 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different ``groups``, and
     with ``one_by_one`` also transposes from others; a cut batch shares its predicted time out.
 
-    Units are in order of registration, in which the next forward pass needs them, but those with
-    the most co-owners come first, so that no rank waits while others work alone."""
-    batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
+    Units are in the order of the plan, but those with the most co-owners come first, so that no
+    rank waits while others work alone."""
+    batches = sorted(plan.batches, key=lambda b: -len(b.co_owners))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))
 
 
@@ -443,6 +500,7 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: b
         transposed = tuple(shape != (rows, cols) for shape in shapes) if is_mixed else ()
         share = batch.ms * len(members) / len(batch.matrices)
         unit = Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed)
+        unit = replace(unit, copies=batch.copies)
         units += _slices(unit, batch) if batch.co_owners else [unit]
     return units
 
@@ -471,6 +529,112 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
     if min_buckets is None:
         min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
     return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
+
+
+def publish_buckets(
+    units: Sequence[Unit], bucket_bytes: int, item: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The units whose results leave in one broadcast each, with their owner, in the order of their
+    predicted completion. Each owner fills its buckets in its order of execution, up to about
+    ``bucket_bytes`` in a dtype of ``item`` bytes."""
+    done = []
+    for owner, mine in grouped((unit.owner, u) for u, unit in enumerate(units)).items():
+        clock = 0.0
+        for members in runs_of(mine, lambda u: units[u].numel * item, bucket_bytes):
+            clock += sum(units[u].ms for u in members)
+            done.append((clock, owner, tuple(members)))
+    return [(owner, members) for _, owner, members in sorted(done)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of buckets in a pipeline: about ``bucket_bytes`` of an owner in each, so many at least, and
+    so many ``buffers`` of ``room`` bytes: more buckets, where these are smaller."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    room: int = BUCKET_BYTES
+    least: int | None = None
+    buffers: int = 2
+
+    @classmethod
+    def of(cls, options: ShardedOptions, plan: OwnershipPlan) -> Sizes:
+        """What was asked for, or as planned."""
+        asked, least = options.bucket_bytes, options.min_buckets
+        if asked is None and least is None and plan.bucket_bytes is not None:
+            return cls(plan.bucket_bytes, max(BUCKET_BYTES, plan.bucket_bytes), 1, options.buffers)
+        return cls(asked or BUCKET_BYTES, asked or BUCKET_BYTES, least, options.buffers)
+
+
+def buckets_of(
+    units: Sequence[Unit], travelling: Sequence[int], sizes: Sizes, item: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """`cut_buckets` in the order in which they travel, units with as many copies apart; and how
+    many may be on their way back at once. What crosses most goes first, to travel while others are
+    computed; where not all may be on their way, the rest goes in between."""
+    levels = grouped((len(units[u].copies), u) for u in travelling)
+    cuts = [
+        cut_buckets(units, levels[n], sizes.bucket_bytes, sizes.least, item) for n in sorted(levels)
+    ]
+    every = [cut for of_level in cuts for cut in of_level]
+    owned = (grouped((units[u].owner, units[u].numel * item) for u in cut) for cut in every)
+    largest = max((sum(mine) for of in owned for mine in of.values()), default=1)
+    slots = max(sizes.buffers, min(len(every), sizes.buffers * sizes.room // largest))
+    first, rest = every[: min([slots, *map(len, cuts[:1])])], []
+    for k, of_level in enumerate(cuts):
+        left = of_level[0 if k else len(first) :]
+        rest += [((n + 0.5) / len(left), k, cut) for n, cut in enumerate(left)]
+    return [*first, *(cut for *_, cut in sorted(rest))], slots
+
+
+def cut_buckets(
+    units: Sequence[Unit],
+    travelling: Sequence[int],
+    bucket_bytes: int,
+    min_buckets: int | None,
+    item: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Of the units at ``travelling`` those that travel together, in the order of the buckets.
+
+    Every owner has about the same share of its time in each bucket, so that none waits for another.
+    The first and the last are half as large, because nothing hides the gather of the first and the
+    scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
+    else it is cut once more. A unit with co-owners is in one bucket on all of them.
+    """
+    if not (by_owner := grouped((units[u].owner, u) for u in travelling)):
+        return ()
+    fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
+    most = max(len(mine) for mine in by_owner.values())
+    count = bucket_count(fullest, most, bucket_bytes, min_buckets)
+    weights = [2.0] * count
+    if count > 2:
+        weights[0] = weights[-1] = 1.0
+    # Where, as parts of an owner's time, one bucket ends and the next begins.
+    edges = [edge / sum(weights) for edge in accumulate(weights[:-1])]
+    middles: list[tuple[float, int]] = []
+    for mine in by_owner.values():
+        weights = [units[u].ms for u in mine]
+        if not sum(weights) > 0:
+            weights = [float(units[u].numel) for u in mine]
+        ends = accumulate(weights)
+        total = sum(weights)
+        middles += [((end - w / 2) / total, u) for u, w, end in zip(mine, weights, ends)]
+    bucket_of: dict[int, int] = {}
+    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
+    part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # sizes: of each owner in the bucket
+    for middle, u in sorted(middles):
+        owner, nbytes = units[u].owner, units[u].numel * item
+        is_full = 0 < sizes[owner] > BATCH_BUCKETS * bucket_bytes - nbytes
+        # An edge that would come soon after is passed by.
+        if (now := bisect_right(edges, middle + is_full / (2 * count))) > part or is_full:
+            part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
+        sizes[owner] += nbytes
+        bucket_of[u] = bucket
+        if units[u].co_owners:
+            together[units[u].matrices] = bucket  # the last one's
+    buckets: list[list[int]] = [[] for _ in range(bucket + 1)]
+    for u, b in sorted(bucket_of.items()):
+        buckets[together.get(units[u].matrices, b)].append(u)
+    return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
 @lru_cache(maxsize=1024)
@@ -506,6 +670,12 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
             raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")
         if batch.split and not ranks:
             raise PlanError(f"a batch on rank {batch.owner} is split, but has no co-owners")
+        copies, alone = batch.copies, batch.copies[:1] in ((), (batch.owner,)) and not ranks
+        if copies and not (alone and 1 < len(copies) == len({*copies})):
+            raise PlanError(
+                "copies must be two ranks or more, the owner first, without co-owners, found "
+                f"{copies[:8]} for owner {batch.owner}"
+            )
         try:
             _check_kernel(batch.kernel)
         except ValueError as error:

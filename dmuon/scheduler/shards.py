@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -46,10 +47,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """The report of one rank: its global rank, and its shard of each parameter."""
+    """The report of one rank: its global rank, its shard of each parameter, and what it computes
+    with, which must be alike for equal bits."""
 
     global_rank: int
     shards: tuple[LocalShard, ...]
+    device: str = ""
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
@@ -73,6 +76,15 @@ class ShardMap:
     copies: tuple[tuple[tuple[int, ...], ...], ...]
     holders: tuple[tuple[int, ...], ...]
     _alike: dict[tuple[int, tuple[int, ...]], dict[Box, tuple[int, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _served: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _shared: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _masks: dict[tuple[object, ...], np.ndarray[Any, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -126,6 +138,11 @@ class ShardMap:
         found = {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in {*keys}}
         return [found[key] for key in keys]
 
+    def replicas(self, matrix: int) -> list[tuple[int, ...]]:
+        """The ranks of each replica that may own a matrix."""
+        found = grouped((self.replica_of(matrix, r), r) for r in self.domains[matrix])
+        return [tuple(found[replica]) for replica in sorted(found)]
+
     def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
         """The ranks, ascending, that hold the same part of a matrix as ``rank`` does."""
         parameter = self.specs.matrices[matrix].parameter
@@ -140,13 +157,66 @@ class ShardMap:
                     found.intersection_update(self._by_box(p, ranks)[self.shard(rank, p).box])
         return found
 
-    def partner_sets(self) -> set[tuple[int, ...]]:
-        """All `partners` of matrices that are replicated."""
-        found: set[tuple[int, ...]] = set()
-        for i in filter(self.is_replicated, range(len(self.holders))):
-            parts = self._by_box(self.specs.matrices[i].parameter, self.holders[i])
-            found.update(ranks for box, ranks in parts.items() if box.numel)
-        return found
+    def sharing(
+        self, matrix: int, copies: tuple[int, ...], topology: Topology
+    ) -> tuple[tuple[int, ...], ...]:
+        """All `partners` of a matrix, if several, in each of the `audiences` of ``copies``."""
+        key = self.kind(matrix), self.holders[matrix], copies if len(copies) > 1 else ()
+        if key not in self._shared:
+            parts = self._by_box(self.specs.matrices[matrix].parameter, self.holders[matrix])
+            sets = {ranks for box, ranks in parts.items() if box.numel}
+            if len(copies) > 1:
+                among = map(frozenset, self.audiences(matrix, copies, topology))
+                sets = {tuple(r for r in s if r in of) for of in among for s in sets}
+            self._shared[key] = tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
+        return self._shared[key]
+
+    def partner_sets(
+        self, copies: Sequence[tuple[int, ...]], topology: Topology
+    ) -> set[tuple[int, ...]]:
+        """What `sharing` gives of any matrix."""
+        every = enumerate(copies)
+        return {ranks for i, of in every for ranks in self.sharing(i, of, topology)}
+
+    def kind(self, matrix: int) -> int:
+        """A number of its parameter: layers are alike, whose shards are the same objects."""
+        return self._kinds[self.specs.matrices[matrix].parameter]
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        known: dict[tuple[int, ...], int] = {}
+        columns = zip(*(map(id, report.shards) for report in self.reports))
+        return [known.setdefault(column, len(known)) for column in columns]
+
+    def is_in_replica(self, matrix: int, rank: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """[world]: which ranks hold a part of the replica that ``rank`` holds a part of."""
+        parameter, ranks = self.specs.matrices[matrix].parameter, self.domains[matrix]
+        replica = self.shard(rank, parameter).replica
+        key = self.kind(matrix), ranks, replica
+        if key not in self._masks:
+            found = np.zeros(self.world, np.bool_)
+            found[[r for r in ranks if self.shard(r, parameter).replica == replica]] = True
+            self._masks[key] = found
+        return self._masks[key]
+
+    def audiences(
+        self, matrix: int, copies: tuple[int, ...], topology: Topology
+    ) -> tuple[tuple[int, ...], ...]:
+        """The ranks that take the result of each of ``copies``, which compute a matrix: those of
+        its replica; of replicas without one those on its node; all others that of the first."""
+        parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
+        key = parameter, holders, copies
+        if key not in self._served:
+            at, near = (
+                {of(rank): n for n, rank in reversed([*enumerate(copies)])}
+                for of in (lambda r: self.shard(r, parameter).replica, topology.node)
+            )
+            found: list[list[int]] = [[] for _ in copies]
+            replicas = grouped((self.shard(r, parameter).replica, r) for r in holders)
+            for replica, ranks in replicas.items():
+                found[at.get(replica, near.get(topology.node(ranks[0]), 0))] += ranks
+            self._served[key] = tuple(tuple(sorted(ranks)) for ranks in found)
+        return self._served[key]
 
     def _by_box(self, parameter: int, holders: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
         """Which of the ``holders`` have which box of a parameter."""
@@ -161,9 +231,10 @@ class ShardMap:
         shared = {ranks: frozenset(ranks) for ranks in set(self.holders)}
         return tuple(shared[ranks] for ranks in self.holders)
 
-    def is_local(self, matrix: int) -> bool:
-        """True if one rank alone holds the matrix, so that nothing has to travel."""
-        return len(self.domains[matrix]) == 1
+    def is_local(self, matrix: int, copies: Sequence[int] = ()) -> bool:
+        """True if nothing has to travel: one rank alone holds the matrix, or each that does has one
+        of the ``copies`` that compute it."""
+        return len(self.domains[matrix]) == max(1, len(copies))
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:

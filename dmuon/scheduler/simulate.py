@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
@@ -110,35 +110,6 @@ def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: b
     if op == "all_reduce" and not is_gloo:  # trees among nodes
         turns, hops = 2 * (near - 1), 2 * math.ceil(math.log2(max(1, n // near)))
     return Exchange(purpose, turns, hops, sent * (near > 1), sent / near * (n > near), sent)
-
-
-def direct(
-    purpose: str,
-    sent: Mapping[int, Floats],
-    came: Mapping[int, Floats],
-    alike: Floats,
-    node: Floats,
-    *,
-    is_shared: bool,
-) -> Exchange:
-    """An all-to-all: bytes that ranks send to, and receive from, each other rank, of one rank per
-    class; ``alike`` [world] says which of these each rank is like, ``node`` [world] where it is.
-    ``is_shared``: a node has one network card for all of its ranks."""
-    ports = np.zeros((2, 2, len(node)))  # (inside, across) x (sent, came)
-    for rank, others in sent.items():
-        is_near = node == node[rank]
-        is_near[rank] = False
-        for way, values in enumerate((others, came[rank])):
-            inside = values[is_near].sum()
-            ports[:, way, rank] = inside, values.sum() - values[rank] - inside
-    ports = ports[:, :, alike.astype(int)]
-    across = float(ports[1].max())
-    if is_shared:
-        on_node = node.astype(int)
-        most = max(float(np.bincount(on_node, way).max()) for way in ports[1])
-        across = most / float(np.bincount(on_node).max())
-    handed = float(ports[:, 0].sum(0).mean())
-    return Exchange(purpose, 1, across > 0, float(ports[0].max()), across, handed)
 
 
 # ---- the machine -------------------------------------------------------------------------
@@ -437,12 +408,11 @@ def _of_weight(
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Matrices that travel together. By class of ranks: Newton-Schulz ``ms``, ``units`` that it
-    takes, elements ``owned`` and ``held``."""
+    """Matrices that travel together: the gather, and what brings the updates, in turns. By class of
+    ranks: Newton-Schulz ``ms``, ``units`` that it takes, elements ``owned`` and ``held``."""
 
     gather: Exchange
-    scatter: Exchange
-    replicate: Exchange
+    turns: tuple[Exchange, ...]
     ms: Floats
     units: Floats
     owned: Floats
@@ -482,10 +452,10 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class Job:
     """All of a training step, with the collectives of whoever is ``around`` the model and moves
-    weights and gradients: by the layout FSDP2, DDP, or dmuon where owners keep momentum. ``slots``:
-    buckets under way at once. ``uneven``: what the busiest owner of a layer sends of it, relative
-    to the mean. ``is_late``: publish="async". ``shards_rest``: in `dedicated` FSDP2 has what AdamW
-    updates."""
+    weights and gradients: by the layout FSDP2, DDP, or dmuon where owners keep momentum. Of buckets
+    ``ahead`` are under way to owners at once, and ``slots`` on their way back. ``uneven``: what the
+    busiest owner of a layer sends of it, relative to the mean. ``is_late``: publish="async".
+    ``shards_rest``: in `dedicated` FSDP2 has what AdamW updates."""
 
     machine: Machine
     around: Layout
@@ -495,6 +465,7 @@ class Job:
     buckets: Sequence[Bucket]
     verdict: Exchange
     work: Work
+    ahead: int = 2
     slots: int = 2
     uneven: float = 1.0
     is_late: bool = False
@@ -678,77 +649,83 @@ def full_step(run: Run, job: Job, model: Model) -> None:
 
 
 class _Pipelined:
-    """`Pipeline.run`: what is sent and not yet waited for, by bucket."""
+    """`Pipeline.run`: what is sent and not yet waited for, by bucket, and its next turn."""
 
     def __init__(self, run: Run, job: Job) -> None:
         self._run, self._job = run, job
         self._gathers: dict[int, int] = {}
-        self._scatters: dict[int, int] = {}
-        self._replicas: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._turn = [0] * len(job.buckets)
 
     def run(self, verdict: int, model: Model) -> None:
         run, job = self._run, self._job
+        count, depth = len(job.buckets), max((len(b.turns) for b in job.buckets), default=0)
         only_publishes = not any(bucket.gather for bucket in job.buckets)
         is_ahead = bool(job.buckets) and only_publishes and run.machine.is_cpu
         if not is_ahead:
             run.wait(verdict)
-        for b in range(job.slots):
+        for b in range(job.ahead):
             self._gather(b)
+        left = 1.0
         if not only_publishes:
-            self._meanwhile()
+            left = self._meanwhile(1.0, left)
         for b, bucket in enumerate(job.buckets):
-            self._own(b, bucket)
+            if b in self._gathers:
+                run.wait(self._gathers.pop(b))
+            _passes(run, job, f"assembly {b}", _COPY, bucket.owned)
+            self._gather(b + job.ahead)
+            if b >= job.slots:
+                if only_publishes:
+                    left = self._meanwhile(1 / (count + 1 - b), left)
+                while self._turn[b - job.slots] < len(job.buckets[b - job.slots].turns):
+                    self._send_on(b - job.slots)
+                self._apply(b - job.slots)
+            run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
+            _passes(run, job, f"leaving {b}", _COPY, bucket.owned)
             if not b and is_ahead:
                 run.wait(verdict)
-            if bucket.scatter:
-                self._scatters[b] = run.send(f"scatter {b}", bucket.scatter)
-            if b:
-                self._replicate(b - 1)
-        if job.buckets:
-            self._replicate(len(job.buckets) - 1)
+            for back in range(depth + 1):
+                self._send_on(b - back)
+        for b in range(count, count + depth):
+            for back in range(1, depth + 1):
+                self._send_on(b - back)
         if only_publishes:
-            self._meanwhile()
-        for b in range(max(0, len(job.buckets) - job.slots), len(job.buckets)):
-            if job.is_late:  # at the layer whose weights they are
-                late = [of.pop(b) for of in (self._scatters, self._replicas) if b in of]
-                model.late[b * len(job.blocks) // len(job.buckets)] += late
+            self._meanwhile(1.0, left)
+        for b in range(max(0, count - job.slots), count):
+            if job.is_late and b in self._sent:  # at the layer whose weights they are
+                model.late[b * len(job.blocks) // count].append(self._sent.pop(b))
             self._apply(b)
 
-    def _meanwhile(self) -> None:
+    def _meanwhile(self, part: float, left: float) -> float:
+        """A part of what is left of what lies alone, and at last all else; what is left then."""
         run, work = self._run, self._job.work
-        _passes(run, self._job, "momentum", _COMMIT, work.matrices)
         if work.alone_ms.any():
-            run.compute("alone", "Newton-Schulz", work.alone_ms, _UNIT_CALLS)
+            now = part * left
+            run.compute("alone", "Newton-Schulz", now * work.alone_ms, _UNIT_CALLS)
             alone = work.matrices - sum(bucket.held for bucket in self._job.buckets)
-            _passes(run, self._job, "apply what is alone", _APPLY, alone)
-        _passes(run, self._job, "AdamW on the rest", _ADAMW, work.adamw)
-
-    def _own(self, b: int, bucket: Bucket) -> None:
-        """What an owner does: assemble, Newton-Schulz, copy to where it leaves from."""
-        run, job = self._run, self._job
-        if b in self._gathers:
-            run.wait(self._gathers.pop(b))
-        _passes(run, job, f"assembly {b}", _COPY, bucket.owned)
-        self._gather(b + job.slots)
-        if b >= job.slots:
-            self._apply(b - job.slots)
-        run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
-        _passes(run, job, f"leaving {b}", _COPY, bucket.owned)
+            _passes(run, self._job, "apply what is alone", _APPLY, now * alone)
+        if part == 1:
+            _passes(run, self._job, "momentum", _COMMIT, work.matrices)
+            _passes(run, self._job, "AdamW on the rest", _ADAMW, work.adamw)
+        return left * (1 - part)
 
     def _gather(self, b: int) -> None:
         if b < len(self._job.buckets) and self._job.buckets[b].gather:
             self._gathers[b] = self._run.send(f"gather {b}", self._job.buckets[b].gather)
 
-    def _replicate(self, b: int) -> None:
-        if self._job.buckets[b].replicate:
-            if b in self._scatters:
-                self._run.wait(self._scatters.pop(b))
-            self._replicas[b] = self._run.send(f"replicate {b}", self._job.buckets[b].replicate)
+    def _send_on(self, b: int) -> None:
+        turns = self._job.buckets[b].turns if 0 <= b < len(self._turn) else ()
+        if turns and self._turn[b] < len(turns):
+            if b in self._sent:
+                self._run.wait(self._sent.pop(b))
+            exchange = turns[self._turn[b]]
+            which = f"{b}.{self._turn[b]}" if self._turn[b] else f"{b}"
+            self._sent[b] = self._run.send(f"{exchange.purpose} {which}", exchange)
+            self._turn[b] += 1
 
     def _apply(self, b: int) -> None:
-        for sent in (self._scatters, self._replicas):
-            if b in sent:
-                self._run.wait(sent.pop(b))
+        if b in self._sent:
+            self._run.wait(self._sent.pop(b))
         _passes(self._run, self._job, f"apply {b}", _APPLY, self._job.buckets[b].held)
 
 
@@ -769,8 +746,8 @@ def owners_step(run: Run, job: Job, model: Model) -> None:
     sent = []
     for b, bucket in enumerate(job.buckets):
         run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
-        if bucket.scatter:
-            sent.append(run.send(f"updates {b}", bucket.scatter))
+        if bucket.turns:
+            sent.append(run.send(f"updates {b}", bucket.turns[0]))
         else:  # its weights lie here
             _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
     if job.around is Layout.DEDICATED:
@@ -821,6 +798,20 @@ class Step:
     def critical_path(self) -> dict[str, float]:
         """Milliseconds by kind along the chain of what had to be waited for."""
         return self.run.critical_path(self.since)
+
+
+def link_ms(job: Job) -> float:
+    """Milliseconds of all that its buckets send, if the links never wait."""
+    machine, every = job.machine, [e for b in job.buckets for e in (b.gather, *b.turns)]
+    levels = sum(e.inside for e in every) / machine.inside, sum(e.across for e in every)
+    return 1e3 * max(levels[0], levels[1] / machine.across)
+
+
+def optimizer_ms(job: Job) -> float:
+    """Milliseconds of Muon's full step alone, momentum with parameters."""
+    run = Run(job.machine, len(job.work.matrices))
+    full_step(run, job, Model(run, job))
+    return float(run.now.max())
 
 
 def simulate(job: Job, program: Program | None = None) -> Step:

@@ -23,7 +23,16 @@ from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
 from dmuon.scheduler.co_owners import GAIN, Block, CoOwners, Sharing, check_size, shared_prices
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, Search, SharedPrice
+from dmuon.scheduler.plan import (
+    Batch,
+    Claim,
+    OwnershipPlan,
+    PriceRow,
+    Proof,
+    Search,
+    SharedPrice,
+    Way,
+)
 from dmuon.scheduler.problem import (
     UNLIMITED,
     Counts,
@@ -65,8 +74,10 @@ def solve(
     options: PlannerOptions | None = None,
     limits: OwnerLimits | None = None,
     batch_numel: int = BATCH_NUMEL,
+    way: Way = Way(),  # noqa: B008  frozen
 ) -> OwnershipPlan:
-    """Assign every matrix to an owner, balancing predicted time.
+    """Assign every matrix to an owner, balancing predicted time; ``way`` says what parts of the
+    mesh compute by themselves, and how buckets are cut.
 
     Pure; equal input gives an equal plan, in whatever order the matrices come. Without ``limits``
     any rank may own anything, and keeps what `StateSizes.limits` says. ``batch_numel``: the most
@@ -109,6 +120,13 @@ def solve(
         plan = _with_co_owners(
             plan, problem, makespan, order, costs, solver, options, batch_numel, budget
         )
+    if way.redundant and not plan.has_co_owners:
+        plan = _with_copies(plan, problem, way, order, solver, budget)
+    if way.by_shape:  # the largest first; else in launch order
+        size = {row.key: -row.ms[0] for row in rows}
+        key = [size[m.key] for m in specs.matrices]
+        plan = replace(plan, batches=tuple(sorted(plan.batches, key=lambda b: key[b.matrices[0]])))
+    plan = replace(plan, bucket_bytes=way.bucket_bytes)
     search = replace(plan.search, seconds=time.perf_counter() - begin)
     return replace(plan, search=search, claim=Claim(plan.makespan_ms, plan.fingerprint()))
 
@@ -328,6 +346,48 @@ def _with_co_owners(
     owners |= _owners(specs, topology, remaining, found.counts, order)
     batches = _batches(problem, owners, order, (*plan.prices, *prices))
     return replace(plan, batches=batches, shared_prices=prices, **outcome)
+
+
+def _with_copies(
+    plan: OwnershipPlan,
+    problem: Problem,
+    way: Way,
+    order: Sequence[int],
+    solver: str,
+    budget: Budget,
+) -> OwnershipPlan:
+    """``plan``, in which each part of the mesh computes some matrices: shared out in each part in
+    the same way, and then what has one owner around them. Its bound holds, as that adds work."""
+    specs, world, batches = plan.specs, plan.topology.world, list[Batch]()
+    prices, busy = {row.key: row.ms for row in plan.prices}, np.zeros(world, np.int64)
+    members = grouped((way.redundant[i], i) for i in order if i in way.redundant)
+    for parts, mine in sorted(members.items(), key=lambda pair: (-len(pair[0][0]), pair)):
+        chosen, places = tuple(specs.matrices[i] for i in mine), len(parts[0])
+        part = build_problem(chosen, places, OwnerLimits(), prices, plan.layout)
+        counts = greedy(part, [], budget.spent)
+        assert counts is not None  # nothing is capped
+        at, every = Topology.flat(places), [*range(len(mine))]
+        owners = _owners(replace(specs, matrices=chosen), at, part, counts, every)
+        for batch in _batches(part, owners, every, plan.prices):
+            copies = tuple(ranks[batch.owner] for ranks in parts)
+            numbers = tuple(mine[i] for i in batch.matrices)
+            batches.append(replace(batch, owner=copies[0], matrices=numbers, copies=copies))
+            busy[[*copies]] += problem.ticks(batch.ms)
+    remaining = build_problem(
+        specs.matrices, world, plan.limits, prices, plan.layout, without=way.redundant, busy=busy
+    )
+    found = SOLVERS[solver](remaining, baselines(remaining, order, spent=budget.spent), budget)
+    owners = _owners(specs, plan.topology, remaining, found.counts, order)
+    batches += _batches(remaining, owners, order, plan.prices)
+    position = {i: at for at, i in enumerate(order)}
+    made = replace(plan, batches=tuple(sorted(batches, key=lambda b: position[b.matrices[0]])))
+    cap = plan.limits.memory_bytes
+    if cap is not None and max(made.state_bytes) > cap:
+        raise PlanError(f"owner_memory_bytes={cap} is too small for what copies of a matrix keep")
+    is_optimal = made.makespan_ms <= made.lower_bound_ms
+    status = "optimal" if is_optimal else "time_limit" if budget.hit else "feasible"
+    search = replace(plan.search, hit_time_limit=budget.hit)
+    return replace(made, status=status, search=search)
 
 
 def _shared_owners(problem: Problem, sharing: Sharing, order: Sequence[int]) -> dict[int, Block]:

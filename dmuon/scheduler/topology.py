@@ -124,6 +124,20 @@ class Topology:
     def node(self, rank: int) -> int:
         return self.node_of[rank] if self.node_of else rank // self.ranks_per_node
 
+    def columns_of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Some ranks, so that what each has may come to all in two turns: among the ranks of a
+        column, one per node, and then inside nodes. One column where that is no gain: one node, one
+        rank on each, or not as many on each.
+
+        >>> topology = Topology.flat(8, ranks_per_node=4)
+        >>> topology.columns_of((0, 2, 4, 7)), topology.columns_of((1, 2))
+        (((0, 4), (2, 7)), ((1, 2),))
+        """
+        rows = grouped((self.node(rank), rank) for rank in ranks).values()
+        if len(rows) > 1 and len({len(row) for row in rows}) == 1:
+            return tuple(tuple(column) for column in zip(*rows, strict=True))
+        return (tuple(ranks),)
+
     def slots(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node by column.
 
@@ -202,19 +216,11 @@ def place(
     order = topology.owner_order()
     patterns = _share_out(counts, interchangeable, order)
     matrices = list(zip(shapes, layers, strict=True))
-    placed = []
     # Where owners take alike, nothing is better than the owner order; where not, to evade.
-    for positions in (_in_order(matrices, patterns), _hand_out(matrices, patterns, topology)):
-        if positions is not None:
-            _separate(matrices, positions)
-            placed.append([order[position] for position in positions])
-
-    def judged(owners: Sequence[int]) -> tuple[int, float]:
-        layered = [pair for pair in zip(layers, owners, strict=True) if pair[0]]
-        node, column = contention(owners, topology)
-        return len(layered) - len(set(layered)), node + 2 * column
-
-    return min(placed, key=judged)
+    if (positions := _in_order(matrices, patterns)) is None:
+        positions = _hand_out(matrices, patterns, topology)
+    _separate(matrices, positions)
+    return [order[position] for position in positions]
 
 
 def _share_out(
@@ -235,7 +241,8 @@ def _hand_out(
     matrices: Sequence[_Matrix], patterns: Sequence[_Pattern], topology: Topology
 ) -> list[int]:
     """The position of each matrix's owner; ``patterns`` are those of the positions."""
-    turns, slots = _turns(patterns), _slots(topology)
+    turns, rows = _turns(patterns), enumerate(topology.slots())
+    slots = {rank: (n, c) for n, row in rows for c, rank in enumerate(row)}
     places = [slots[rank] for rank in topology.owner_order()]
     window = topology.columns - 1  # so many travel at once
     on_node, on_column = [0] * topology.nodes, [0] * topology.columns
@@ -325,31 +332,6 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
                     give(i, theirs)
                     give(j, mine)
                     break
-
-
-def contention(owners: Sequence[int], topology: Topology) -> tuple[float, float]:
-    """How many of as many consecutive matrices, in launch order, as there are columns have owners
-    on one node, and in one column: the most crowded in each window, in the mean of all windows."""
-    window = min(topology.columns, len(owners))
-    slot = _slots(topology)
-    node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
-    return sum(node) / len(node), sum(column) / len(column)
-
-
-def _slots(topology: Topology) -> dict[int, tuple[int, int]]:
-    """Node and column of each rank."""
-    return {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
-
-
-def _crowds(places: Sequence[int], window: int) -> list[int]:
-    """For each window of consecutive entries, how often its most frequent value occurs."""
-    count = Counter(places[:window])
-    crowds = [max(count.values(), default=0)]
-    for gone, place in zip(places, places[window:], strict=False):
-        count[gone] -= 1
-        count[place] += 1
-        crowds.append(max(count.values()))
-    return crowds
 
 
 def layer_of(name: str) -> str:

@@ -589,8 +589,8 @@ def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]
 
 
 class KeptByRules:
-    """What variants keep of each matrix, with its owner; nothing where all groups are plain. Where
-    several groups of ranks hold copies of a parameter, each copy has its own owners."""
+    """What variants keep of each matrix, with all that compute it; nothing where all groups are
+    plain. Where groups of ranks hold copies of a parameter, each copy has its own owners."""
 
     def __init__(
         self,
@@ -605,14 +605,14 @@ class KeptByRules:
             if not rules[g].is_plain:
                 rules[g].rehearse(*matrix.shape, ns_dtype, runtime.device)
         plan, rank = runtime.plan, runtime.transport.rank
-        self._owners = plan.owners
+        self._copies = plan.copies
         self._tensors: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._members: dict[int, list[int]] = defaultdict(list)
         for i, matrix in enumerate(plan.specs.matrices):
             specs = rules[group_of[i]].state
             if specs:
                 self._members[matrix.parameter].append(i)
-            for spec in specs if self._owners[i] == rank else ():
+            for spec in specs if rank in self._copies[i] else ():
                 self._tensors[spec.name][i] = torch.zeros(
                     spec.shape(*matrix.shape), dtype=spec.dtype, device=runtime.device
                 )
@@ -664,7 +664,8 @@ class KeptByRules:
                 places, end = [], 0
                 for copy in copies.values():
                     start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
-                    places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
+                    box = Box((start,), (end - start,))
+                    places += [(i, owner, box) for i in copy for owner in self._copies[i]]
                 here = {i: tensor.view(-1) for i, tensor in self._tensors[spec.name].items()}
                 yield AtOwners(p, spec.name, (end,), spec.dtype, places, here)
 

@@ -19,7 +19,7 @@ operand is kept: see `PassingOperands`.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -89,7 +89,9 @@ class _Sizes:
         self._factors: list[float] = []
 
     def note(self, stack: _Stack, update: Tensor, h: Hyper) -> None:
-        """Of the updates of a unit, which may be slices of them."""
+        """Of the updates of a unit, which may be slices of them; of one of several copies."""
+        if not stack.unit.is_counted:
+            return
         (rows, cols), norms, turned = stack.shape, update_norms(update), [False]
         plain, other = h.ratio(rows, cols), h.ratio(cols, rows)
         if stack.unit.transposed and plain != other:
@@ -358,7 +360,9 @@ class ParamsEngine(Engine):
             ones = [torch.ones(len(x), device=x.device) for _, x in stacks]
             return self._kernels.run_together(self._slices(stacks), ones)
 
-        runtime.bound().run(fill, lambda u, x: x.zero_(), lambda b: None, lambda: None, share=share)
+        def nothing(_: float) -> None: ...
+
+        runtime.bound().run(fill, lambda u, x: x.zero_(), nothing, nothing, share=share)
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
@@ -406,11 +410,14 @@ class ParamsEngine(Engine):
         bad, now = verdict.bad, self._pass(operands, of_blocks, norms, verdict.bad)
         sizes = _Sizes()
 
-        def meanwhile() -> None:
-            operands.commit(of_blocks, self._hypers, bad)
-            for stack in self._local:
-                self._step_alone(stack, operands, now, sizes)
-            self._update_adamw(self._with_zeros(grads, verdict), verdict)
+        alone = deque(self._local)
+
+        def meanwhile(part: float) -> None:
+            for _ in range(math.ceil(part * len(alone))):
+                self._step_alone(alone.popleft(), operands, now, sizes)
+            if part == 1:
+                operands.commit(of_blocks, self._hypers, bad)
+                self._update_adamw(self._with_zeros(grads, verdict), verdict)
 
         if not runtime.bound().run(
             partial(self._fill, now),

@@ -80,7 +80,8 @@ class _Job(NamedTuple):
     """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
 
     ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
-    share each matrix. ``variant``: one of `_VARIANTS`."""
+    share each matrix. ``variant``: one of `_VARIANTS`. ``redundancy``: so many parts of the mesh,
+    of nodes with so many ranks (``each``), compute each matrix by themselves."""
 
     layout: Any  # a name of `_LAYOUTS`
     case: ParallelCase
@@ -88,6 +89,8 @@ class _Job(NamedTuple):
     reduces: bool = False
     co_owners: Any = None  # a number of `SIZES`
     variant: str = ""
+    redundancy: Any = "auto"
+    each: int | None = None
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
@@ -116,13 +119,19 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
         varied = [job._replace(dtypes=[full]) for job in varied if not job.co_owners]
         jobs += [job._replace(variant=variant) for variant in _VARIANTS for job in varied]
+    # Each matrix computed once, on each node, on each rank; once, in each replica.
+    on_nodes = [(1, 2), (nproc // 2, 2)] * (nproc > 2 and nproc % 2 == 0)
+    ways = [(jobs[0], n, each) for n, each in ((nproc, 1), *on_nodes) if nproc > 1]
+    ways += [(job, n, 2) for job in jobs if job.case.name == "hsdp" for n in (1, 2)]
+    plain = [(job, n, each) for job, n, each in ways if not (job.variant or job.co_owners)]
+    jobs += [j._replace(dtypes=[full], redundancy=n, each=each) for j, n, each in plain]
     return [job for job in jobs if args.layout in (job.layout, "all")]
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
     from dmuon.tools.parallel_models import batch, loss_of
 
-    layout, case, _, reduces, co_owners, variant = job
+    layout, case, _, reduces, co_owners, variant, redundancy, each = job
     mesh = case.make_mesh()
     for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
@@ -147,10 +156,13 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             options=replace(options, timeout_s=_TIMEOUT_S),
             kernels=_FIXED if args.bitwise else config.KernelOptions(),
-            planner=config.PlannerOptions(co_owners=co_owners or "off"),
+            planner=config.PlannerOptions(
+                co_owners=co_owners or "off", redundancy=redundancy, ranks_per_node=each
+            ),
             data_axes=case.data_axes, **muon, **_VARIANTS.get(variant, {}),
         )  # fmt: skip
-        name = " ".join(filter(None, (case.name, variant)))
+        parts = f"redundancy {redundancy}" * (redundancy != "auto")
+        name = " ".join(filter(None, (case.name, variant, parts)))
         yield from (replace(row, case=name, seed=seed) for row in report.rows)
 
 

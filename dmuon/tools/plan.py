@@ -145,11 +145,11 @@ def _heads(text: str) -> tuple[str, int]:
 def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
     """Makes the plan that is asked for, with the solver of a name; who holds what; and prices."""
     from dmuon.catalogue import model_specs
-    from dmuon.config import PlannerOptions
+    from dmuon.config import PlannerOptions, ShardedOptions
     from dmuon.devices import GPU
     from dmuon.scheduler.costs import resolve_costs
+    from dmuon.scheduler.network import planned as made
     from dmuon.scheduler.shards import evenly_sharded
-    from dmuon.scheduler.solve import solve
     from dmuon.scheduler.topology import Topology
 
     if args.mesh is None:
@@ -187,11 +187,13 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     # Where owners keep momentum any rank may own any matrix.
     limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
 
+    bucket = getattr(args, "bucket", None)
+    asked = None if bucket is None else ShardedOptions(bucket_bytes=bucket)
+
     def planned(solver: str) -> OwnershipPlan:
         try:
-            return solve(
-                specs, topology, costs, layout=layout, solver=solver, options=options, limits=limits
-            )
+            how = layout, solver, options, limits
+            return made(specs, topology, costs, shards, *how, asked=asked)
         except PlanError as error:  # in the words of the command line
             told = str(error).replace("PlannerOptions(owner_memory_bytes=...)", "--memory")
             raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
@@ -232,13 +234,15 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     kept = {"buffers": 0, "Newton-Schulz": 0}
     units = units_of(plan, [0] * len(specs.matrices))
     if not layout.keeps_state_at_owners:
-        kept["buffers"] = _pipeline_bytes(units, shards, rank, plan.topology.device_type == "cpu")
+        kept["buffers"] = _pipeline_bytes(plan, units, shards, rank)
     elif layout is Layout.REDUCED:  # updates of all matrices
         kept["buffers"] = 2 * sum(m.numel for m in specs.matrices)
     for unit in units:
-        if unit.owner == rank:  # the next X, four squares of the short side, what is not assembled
+        # The next X, four squares of the short side, and what is not assembled.
+        if rank in (unit.copies or (unit.owner,)):
             b, m, n = unit.shape
-            is_alone = layout.keeps_state_at_owners or shards.is_local(unit.matrices[0])
+            is_alone = shards.is_local(unit.matrices[0], unit.copies)
+            is_alone |= layout.keeps_state_at_owners
             numel = b * (m * n * (1 + is_alone) + 4 * min(m, n) ** 2)
             kept["Newton-Schulz"] = max(kept["Newton-Schulz"], 2 * numel)
     return {
@@ -247,27 +251,30 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     }  # fmt: skip
 
 
-def _pipeline_bytes(units: Sequence[Unit], shards: ShardMap, rank: int, is_cpu: bool) -> int:
+def _pipeline_bytes(plan: OwnershipPlan, units: Sequence[Unit], shards: ShardMap, rank: int) -> int:
     """The buffers of a rank's `Pipeline`, made on the meta device; on a CPU its operands, too."""
     import torch
 
     from dmuon.comm.pipeline import Pipeline
     from dmuon.comm.transport import Meter, Transport
     from dmuon.config import ShardedOptions
+    from dmuon.scheduler.plan import Sizes
 
-    local = [shards.is_local(unit.matrices[0]) for unit in units]
+    local = [shards.is_local(unit.matrices[0], unit.copies) for unit in units]
+    is_cpu = plan.topology.device_type == "cpu"
     transport, like = Transport(), torch.empty(0, dtype=torch.bfloat16, device="meta")
     transport.rank, transport.world = rank, shards.world
     mine = zip(units, local) if is_cpu else ()
-    operands = [unit.numel for unit, alone in mine if alone and unit.owner == rank]
+    operands = [u.numel for u, alone in mine if alone and rank in (u.copies or (u.owner,))]
 
     def memory(numel: int) -> torch.Tensor:
         operands.append(numel)
         return like.new_empty(numel)
 
     travelling = [u for u, alone in enumerate(local) if not alone]
-    how = transport, Meter(), ShardedOptions(), like
-    made = Pipeline(shards, units, travelling, *how, memory=memory if is_cpu else None)
+    what, sizes = (shards, plan.topology, units, travelling), Sizes.of(ShardedOptions(), plan)
+    how = transport, Meter(), sizes, like
+    made = Pipeline(*what, *how, memory=memory if is_cpu else None)
     return sum(made.nbytes.values()) + like.itemsize * sum(operands)
 
 

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon.config import Schedule
-from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.dtensors import covering_mesh, local_tensor, whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
@@ -301,11 +301,13 @@ def planned(
     inner = C10dTransport(list(range(dist.get_world_size())))
     outer = transport(inner)
 
+    planner = asked.get("planner", dmuon.PlannerOptions())
+
     def topology() -> Topology:
-        if mesh is None:
+        if mesh is None and planner.ranks_per_node is None:
             return Topology.flat(inner.world)
-        parameters = list(model.parameters())
-        return mesh_topology(mesh, inner.world, parameters, None, dmuon.PlannerOptions())
+        at = mesh or covering_mesh(trainable_parameters(getattr(model, "module", model)))
+        return mesh_topology(at, inner.world, list(model.parameters()), None, planner)
 
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         return transport(inner.subgroup(partition), events=outer.events)

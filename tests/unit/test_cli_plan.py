@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 from argparse import ArgumentTypeError
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,6 @@ from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
-from dmuon.scheduler.traffic import traffic
 from dmuon.tools.plan import COMPARED, LAYOUTS, memory_bytes, memory_of, mesh_shape
 from dmuon.types import Layout, PlanError
 from tests.unit.models import sealed
@@ -317,11 +316,11 @@ def test_a_comparison_is_one_table_and_a_row_per_solver_with_the_keys_of_the_ben
 def solving(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Let `greedy` stand for all solvers; ``change`` makes another plan of its plan, or fails."""
 
-    def found(specs, topology, costs, *, layout, solver, options, limits):
+    def found(specs, topology, costs, shards, layout, solver, options, limits, *, asked):
         plan = solve(specs, topology, costs, solver="greedy", options=options)
         return change(plan, solver)
 
-    monkeypatch.setattr("dmuon.scheduler.solve.solve", found)
+    monkeypatch.setattr("dmuon.scheduler.network.planned", found)
 
 
 def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
@@ -508,23 +507,23 @@ def test_the_command_runs_as_a_module():
     assert b"--mesh" in out and all(name in out.decode() for name in PRESETS)
 
 
-def test_the_report_tells_traffic_over_the_network_card_that_is_named(capsys, tmp_path):
+def test_the_report_tells_the_step_on_the_network_card_that_is_named(capsys, tmp_path):
     command = ["plan", "--model", "llama3-8b", "--mesh", "4x8", "--costs", "analytic:h100"]
     found = {}
     for nic in ("400Gb/gpu", "400Gb/node"):
         saved = tmp_path / "plan.json"
         assert main([*command, "--nic", nic, "--json", "-", "--save", str(saved)]) == 0
         data = json.loads(capsys.readouterr().out)
-        found[nic] = data["traffic"]
+        found[nic] = data["step"]
         assert data["costs"] == f"analytic:h100, nic {nic}" and data["certificate"]["proven"]
         plan = OwnershipPlan.from_json(saved.read_text())
-        assert traffic(plan).to_dict() == data["traffic"], "a saved plan tells it, too"
+        assert asdict(plan.step).items() <= data["step"].items(), "a saved plan tells it, too"
     slow, fast = found["400Gb/node"], found["400Gb/gpu"]
-    assert slow["ms"] == pytest.approx(8 * fast["ms"])
-    assert slow["flows"][0]["bytes"] == fast["flows"][0]["bytes"]
+    assert slow["link_ms"] == pytest.approx(8 * fast["link_ms"], rel=0.3)
+    assert slow["ms"] > fast["ms"] >= max(fast["work_ms"], fast["link_ms"])
     assert main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "a rank sends 806.0 MiB in a step (624.0 MiB to other nodes), 14.540 ms" in text
+    assert "simulated (each matrix once" in text and "ms on links: the links bind" in text
     assert main([*command, "--nic", "fast"]) == 2
     assert "'fast' is no network card" in capsys.readouterr().err
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dmuon.catalogue import model_specs
-from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
 from dmuon.config import PlannerOptions
 from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
@@ -24,7 +23,7 @@ from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.co_owners import blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link
-from dmuon.scheduler.plan import Batch, OwnershipPlan, Search, units_of
+from dmuon.scheduler.plan import Batch, OwnershipPlan, Search, cut_buckets, units_of
 from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.solve import solve
@@ -76,7 +75,9 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
     units = units_of(plan, [0] * len(specs.matrices))
     values = [torch.randn(box.shape) for box in shards.boxes]
     for bucket in cut_buckets(units, travelling(shards, units), 1 << 20, least, 2):
-        routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
+        routes = [
+            bucket_route(shards, plan.topology, units, bucket, rank) for rank in range(shards.world)
+        ]
         sent = []
         for rank, route in enumerate(routes):
             blocks = flat(route.blocks)
@@ -89,7 +90,7 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
                 piece, place = cut.within(pieces, blocks)
                 piece.copy_(place)
             sent.append(pieces)
-        is_published = routes[0].everywhere
+        is_published = bool(routes[0].columns)
         arrived = sent if is_published else delivered(routes, sent, "held", "owned")
         for route, buffer in zip(routes, arrived, strict=True):
             for u in route.units:

@@ -11,13 +11,22 @@ import pytest
 
 from benchmarks import links
 from benchmarks.layout_theory import Matrices, sharded
-from benchmarks.links import ORDERS, QUESTIONS, crowding, ddp_links, hsdp_links, merged, reordered
+from benchmarks.links import (
+    ORDERS,
+    QUESTIONS,
+    contention,
+    crowding,
+    ddp_links,
+    hsdp_links,
+    merged,
+    reordered,
+)
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import CostTable, canonical_key
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.topology import Topology, contention, launch_order
+from dmuon.scheduler.topology import Topology, launch_order
 from dmuon.types import Layout
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmuon.scheduler.topology import Topology, contention, layer_of, natural_key, place
+from benchmarks.links import contention
+from dmuon.scheduler.topology import Topology, layer_of, natural_key, place
 
 TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the shapes of a layer's matrices
 

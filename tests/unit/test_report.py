@@ -296,7 +296,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
         "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance", "status",
         "seconds", "ranks", "parameters", "layout", "costs", "fingerprint", "alternatives_ms",
         "engine", "note", "hit_time_limit", "shapes", "memory", "idle", "bottleneck", "certificate",
-        "traffic",
+        "step",
         "measured", "kernels", "co_owners", "alone_ms", "shared_ms", "model",
         "source", "mesh", "nodes", "device", "groups",
     }  # fmt: skip

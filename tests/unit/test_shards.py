@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import accumulate, product
+from dataclasses import replace
+from itertools import accumulate, chain, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.comm.buckets import cut_buckets
-from dmuon.comm.routes import BucketRoute, bucket_route
+from dmuon.comm.routes import BucketRoute, bucket_route, turns_of, units_for
 from dmuon.dtensors import local_box
 from dmuon.scheduler.costs import resolve_costs
-from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, buckets_of, cut_buckets, units_of
 from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Box, Form, LocalShard, MatrixSpec, ModelSpecs, ParameterSpec
@@ -182,7 +182,7 @@ def planned(shards: ShardMap, **how: str) -> OwnershipPlan:
 
 
 def travelling(shards: ShardMap, units: tuple[Unit, ...]) -> list[int]:
-    return [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
+    return [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0], unit.copies)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -196,74 +196,131 @@ def test_every_replica_tiles_each_matrix_exactly(shards):
         assert replicas and all((seen == 1).all() for seen in replicas.values())
 
 
-@settings(max_examples=100, deadline=None)
-@given(shard_maps(), st.integers(1, 4), st.integers(1, 400))
-def test_send_and_receive_plans_agree_pairwise(shards, least, size):
+@st.composite
+def copied(draw: st.DrawFn, shards: ShardMap, topology: Topology) -> OwnershipPlan:
+    """A plan in which some matrices are computed in each replica, or in a replica of each node."""
     plan = planned(shards, solver="greedy")
+    batches = []
+    for batch in plan.batches:
+        for i in batch.matrices:
+            level = draw(st.sampled_from(["once", "by replica", "by node"]))
+            found: dict[object, int] = {}
+            for rank in draw(st.permutations(shards.domains[i])):
+                replica = shards.replica_of(i, rank)
+                found.setdefault(replica if level == "by replica" else topology.node(rank), rank)
+            owners = tuple(found.values())
+            alone = len({shards.replica_of(i, r) for r in owners}) < max(2, len(owners))
+            if level == "once" or alone:
+                batches.append(replace(batch, matrices=(i,)))
+            else:
+                batches.append(replace(batch, matrices=(i,), owner=owners[0], copies=owners))
+    return replace(plan, batches=tuple(batches), topology=topology)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), shard_maps(), st.integers(1, 4), st.integers(1, 400), st.integers(1, 5))
+def test_every_holder_gets_every_update_once(data, shards, least, size, per_node):
+    """Whatever has copies, on nodes of any size: each message is read as it was written, in an
+    order of collectives that is the same on all ranks."""
+    world, numels = shards.world, [box.numel for box in shards.boxes]
+    topology = Topology.flat(world, ranks_per_node=min(per_node, world))
+    plan = data.draw(copied(shards, topology))
     units = units_of(plan, [0] * len(shards.specs.matrices))
-    sent = travelling(shards, units)
-    buckets = cut_buckets(units, sent, size, least, 2)
-    assert sorted(u for bucket in buckets for u in bucket) == sent
-    assert all(owner in domain for domain, owner in zip(shards.domains, plan.owners, strict=True))
-    for bucket in buckets:
-        routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
-        layouts = {route.came if route.everywhere else None for route in routes}
-        assert len(layouts) == 1, "all ranks lay out what owners broadcast alike"
-        for a, b in product(range(shards.world), repeat=2):
-            assert peer_parts(routes[a].held, b) == peer_parts(routes[b].owned, a), (a, b)
-        # Whoever holds a part gets its update once; owners get every element once.
-        for rank, route in enumerate(routes):
-            arriving = [*route.held.parts]
-            arriving += (part for one in route.replications for part in one.others.parts)
-            if route.everywhere:
-                arriving = route.came.parts
-                own = sum(units[u].numel for u in route.units)
-                assert route.came.splits[rank] == own == route.held.numel
-            assert sorted(i for part in arriving for i in part.matrices) == sorted(
-                i for u in bucket for i in units[u].matrices if shards.piece(i, rank).numel
-            )
-            assert route.owned.numel == sum(units[u].numel for u in route.units)
-
-
-@settings(max_examples=100, deadline=None)
-@given(shard_maps(), st.integers(1, 4), st.integers(1, 400))
-def test_ranks_with_equal_shards_gather_what_came_to_any_of_them(shards, least, size):
-    units = units_of(planned(shards, solver="greedy"), [0] * len(shards.specs.matrices))
-    numels = [box.numel for box in shards.boxes]
-    ends = accumulate(numels)
+    travel = travelling(shards, units)
     values = [
         torch.arange(end - n, end).view(box.shape)
-        for n, end, box in zip(numels, ends, shards.boxes, strict=True)
+        for n, end, box in zip(numels, accumulate(numels), shards.boxes, strict=True)
     ]
 
-    def written(message, buffer):
-        """The right values where its parts lie."""
+    def is_written(message, buffer) -> bool:
+        """Whether the right values lie in its parts."""
+        found = [(part, torch.stack([values[i][part.box.slices()] for i in part.matrices]))
+                 for part in message.parts]  # fmt: skip
+        return all(torch.equal(part.within(buffer), right) for part, right in found)
+
+    def write(message, buffer) -> torch.Tensor:
         for part in message.parts:
-            found = [values[i][part.box.slices()] for i in part.matrices]
-            part.within(buffer).copy_(torch.stack(found))
+            part.within(buffer).copy_(
+                torch.stack([values[i][part.box.slices()] for i in part.matrices])
+            )
         return buffer
 
-    sets = shards.partner_sets()
-    for bucket in cut_buckets(units, travelling(shards, units), size, least, 2):
-        routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
-        sent: dict[tuple[Shape, int], torch.Tensor] = {}
-        for rank, route in enumerate(routes):
-            assert [one.ranks for one in route.replications] == sorted(
-                one.ranks for one in route.replications if rank in one.ranks
-            )
-            updates = written(route.updates, torch.full((route.updates.numel,), -1))
+    cuts, _ = buckets_of(units, travel, Sizes(size, size, least), 2)
+    assert sorted(u for bucket in cuts for u in bucket) == travel
+    seen = [units_for(units, shards, topology, rank) for rank in range(world)]
+    sets = shards.partner_sets(plan.copies, topology)
+    for bucket in cuts:
+        routes = [bucket_route(shards, topology, seen[r], bucket, r) for r in range(world)]
+        landed = []
+        for a, route in enumerate(routes):
+            for b in range(world):
+                assert peer_parts(route.held, b) == peer_parts(routes[b].owned, a) or route.columns
+            owned = sum(seen[a][u].numel for u in route.units)
+            assert route.owned.numel == owned, "who computes a matrix has all of it"
+            arrived = write(route.updates, torch.full((route.updates.numel,), -1))
+            if route.columns:
+                order = [*chain(*route.columns)]
+                arrived.fill_(-1)
+                write(route.held, arrived.split(route.came.splits)[order.index(a)])
+                landed.append([(arrived, route.columns, route.came)])
+                continue
+            of_rank = []
             for one in route.replications:
-                buffer = torch.full((one.others.numel,), -1)
+                order, buffer = [*chain(*one.columns)], torch.full((one.others.numel,), -1)
                 for cut in one.copies:
-                    to, source = cut.within(buffer, updates)
+                    to, source = cut.within(buffer, arrived)
                     to.copy_(source)
-                own = buffer.split(one.others.splits)[rank]
-                sent[one.ranks, rank] = updates if one.is_all else own
-        for route in routes:
-            for one in route.replications:
-                came = torch.cat([sent[one.ranks, peer] for peer in one.ranks])
-                assert one.ranks in sets and len(came) == one.others.numel > 0
-                assert torch.equal(written(one.others, came.clone()), came) and (came >= 0).all()
+                if one.is_all:
+                    buffer.split(one.others.splits)[order.index(a)].copy_(arrived)
+                of_rank.append((buffer, one.columns, one.others))
+            landed.append(of_rank)
+        for turn in range(2):  # all-gathers, each among ranks that mean the same one
+            parts = {
+                (ranks, rank): (buffer, sizes)
+                for rank, spreads in enumerate(landed)
+                for buffer, columns, message in spreads
+                for ranks, sizes in [turns_of(columns, message.splits, rank)[turn]]
+            }
+            for (ranks, _), (buffer, sizes) in parts.items():
+                for n, peer in enumerate(ranks):
+                    theirs, its_sizes = parts[ranks, peer]
+                    assert its_sizes == sizes
+                    buffer.narrow(0, *sizes[n]).copy_(theirs.narrow(0, *sizes[n]))
+        for rank, (route, spreads) in enumerate(zip(routes, landed, strict=True)):
+            came = [] if route.columns else [*route.updates.parts]
+            for buffer, columns, message in spreads:
+                ranks = tuple(sorted(chain(*columns)))
+                assert (ranks in sets or ranks == (rank,)) and (buffer >= 0).all()
+                assert is_written(message, buffer)
+                came += message.parts
+            assert sorted(i for part in came for i in part.matrices) == sorted(
+                i for u in bucket for i in units[u].matrices if shards.piece(i, rank).numel
+            )
+
+
+@pytest.mark.parametrize("nodes, each", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("replicas", [None, 2, 4, 8])
+def test_no_byte_crosses_to_a_node_twice(nodes, each, replicas):
+    """Of the replicas' all-gathers, and of publishing, which is of ranks that are replicas: what a
+    node receives is what its ranks did not compute, once."""
+    matrices = [MatrixSpec(f"p{i}", i, 16, 8, "float32") for i in range(16)]
+    specs, mesh = specs_of([(16, 8)] * 16, matrices), (replicas or 1, 8 // (replicas or 1))
+    dims = [(REPLICATE, 0 if replicas else REPLICATE)] * 16
+    made = shard_everywhere(specs, mesh, dims, [[0, 1]] * 16)
+    topology = Topology.flat(8, ranks_per_node=each)
+    units, node = units_of(planned(made), [0] * 16), topology.node
+    crossed = torch.zeros(nodes)
+    for rank in range(8):
+        route = bucket_route(made, topology, units, range(len(units)), rank)
+        spreads = [(one.columns, one.others.splits) for one in route.replications]
+        spreads += [(route.columns, route.came.splits)] * bool(route.columns)
+        for columns, splits in spreads:
+            for ranks, parts in turns_of(columns, splits, rank):
+                far = (n for r, (_, n) in zip(ranks, parts, strict=True) if node(r) != node(rank))
+                crossed[node(rank)] += sum(far)
+    # A replica's shards may lie on several nodes, each of which needs a part.
+    copies = min(nodes, replicas or nodes)
+    assert crossed.sum() == (copies - 1) * 16 * 16 * 8
 
 
 def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
@@ -276,7 +333,10 @@ def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
 def sent_by(route: BucketRoute, rank: int) -> int:
     """Elements that leave a rank."""
     found = sum(m.numel - m.splits[rank] for m in (route.held, route.owned))
-    return found + sum(r.others.splits[rank] * (len(r.ranks) - 1) for r in route.replications)
+    for one in route.replications:
+        order = [*chain(*one.columns)]
+        found += one.others.splits[order.index(rank)] * (len(order) - 1)
+    return found
 
 
 @pytest.mark.parametrize("replicas, count", [(1, 4), (2, 2), (4, 2)])
@@ -286,7 +346,8 @@ def test_traffic_is_what_the_design_says(replicas, count):
     made = shard_everywhere(specs, (replicas, count), [(REPLICATE, 0)] * 8, [[0, 1]] * 8)
     units = units_of(planned(made), [0] * 8)
     everything = range(len(units))[::-1]  # owners in another order than ranks
-    routes = [bucket_route(made, units, everything, r) for r in range(made.world)]
+    at = Topology.flat(made.world)
+    routes = [bucket_route(made, at, units, everything, r) for r in range(made.world)]
     # What comes from owners arrives where replicas gather it.
     assert all(len(r.replications) == (replicas > 1) for r in routes)
     assert all(one.is_all and not one.copies for r in routes for one in r.replications)

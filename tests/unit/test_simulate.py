@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import dmuon
+import dmuon.scheduler.network as network
 import dmuon.tools.simulate as tool
 from benchmarks import layout_theory as theory
 from benchmarks import simulate as measured
 from benchmarks.results import read_rows
 from dmuon.__main__ import main
 from dmuon.catalogue import model_specs
-from dmuon.comm.routes import Message
 from dmuon.scheduler.costs import CostTable, Rates
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.simulate import (
@@ -67,14 +67,14 @@ def job(
     shards = evenly_sharded(specs, topology, load.ep, load.tp, whole=layout is not Layout.SHARDED)
     limits = None if layout.keeps_state_at_owners else shards.limits(None)
     plan = solve(specs, topology, costs, layout=layout, limits=limits)
-    return tool.job_of(plan, shards, costs, machine, load, **how)
+    return network.job_of(plan, shards, costs, machine, load, **how)
 
 
 # ---- bytes ---------------------------------------------------------------------------------
 
 
 def sent(of, name) -> float:
-    return sum(getattr(bucket, name).sent for bucket in of.buckets)
+    return sum(e.sent for b in of.buckets for e in (b.gather, *b.turns) if e.purpose == name)
 
 
 def expected(of, shards: int, replicas: int = 1) -> dict[str, float]:
@@ -94,15 +94,14 @@ def test_routes_carry_what_theory_says(shape, each):
 
 @pytest.mark.parametrize("fault", ["half of what is sent", "a rank that gets nothing"])
 def test_a_fault_in_the_bytes_of_a_route_is_found(fault, monkeypatch):
-    whole = tool.bucket_route
+    whole = network.Routes._elements
 
     def faulty(*args):
-        route = whole(*args)
-        splits = list(route.held.splits)
-        changed = [n // 2 for n in splits] if fault.startswith("half") else [*splits[:-1], 0]
-        return replace(route, held=Message(route.held.parts, tuple(changed)))
+        numel = whole(*args).copy()
+        numel[-1:] *= 0
+        return numel / 2 if fault.startswith("half") else numel
 
-    monkeypatch.setattr(tool, "bucket_route", faulty)
+    monkeypatch.setattr(network.Routes, "_elements", faulty)
     assert sent(job(), "gather") != pytest.approx(expected(job(), 8)["gather"], rel=1e-3)
 
 
@@ -110,9 +109,9 @@ def test_what_layouts_publish_and_frameworks_move():
     whole = job().work.whole
     matrices = theory.Matrices.of(int(whole), 4, updates=2)
     of = job(Layout.REPLICATED, each=8)
-    assert sent(of, "scatter") == pytest.approx(theory.replicated(matrices, 8)["updates"])
+    assert sent(of, "updates") == pytest.approx(theory.replicated(matrices, 8)["updates"])
     of = job(Layout.REDUCED, each=8)
-    assert sent(of, "scatter") == pytest.approx(theory.replicated(matrices, 8)["updates"])
+    assert sent(of, "updates") == pytest.approx(theory.replicated(matrices, 8)["updates"])
     # FSDP2, with replicas, of all parameters.
     of = job(shape=(2, 4))
     every = theory.Matrices.of(sum(p.numel for p in model_specs("gpt2").parameters), 4)
@@ -152,18 +151,20 @@ def specs_of(model, algorithm):
 
 
 def test_what_crosses_nodes():
-    """Updates of 16 ranks on 4 nodes by hand: rings of NCCL leave a node at each of its ranks, and
-    messages of gloo go to each rank of other nodes."""
+    """Updates of 16 ranks on 4 nodes by hand: what a node's ranks own crosses to each other one
+    once."""
     numel = job().work.whole
     ring, messages = (
-        sum(b.scatter.across for b in job(Layout.REPLICATED, (16,), 4, machine=m).buckets)
+        sum(t.across for b in job(Layout.REPLICATED, (16,), 4, machine=m).buckets for t in b.turns)
         for m in (GPU, CPU)
     )
-    assert ring == pytest.approx(2 * numel * 15 / 16 / 4)
-    assert messages == pytest.approx(2 * numel * 12 / 16, rel=0.35)  # owners are not alike
+    # Each of four rings, or ranks, brings its part of the updates to the other nodes.
+    assert ring == pytest.approx(2 * numel / 4 * 3 / 4, rel=0.1)
+    assert messages == pytest.approx(2 * numel / 4 * 3 / 4, rel=0.35)  # owners are not alike
     # HSDP: one ring per shard, between nodes of its own.
     of = job(shape=(4, 4), each=4)
-    assert sum(b.replicate.across for b in of.buckets) == pytest.approx(2 * numel / 4 * 3 / 4)
+    across = sum(t.across for b in of.buckets for t in b.turns if t.purpose == "replicate")
+    assert across == pytest.approx(2 * numel / 4 * 3 / 4)
     # A card per rank: the busiest rank counts, not the mean of its node.
     own, shared = (
         sum(b.gather.across for b in job(shape=(16,), machine=replace(GPU, is_shared=s)).buckets)
@@ -312,7 +313,7 @@ def test_collectives_are_issued_in_the_order_of_the_step(world, replicas):
             count = rank.step()
         plan, shards = rank.engine._runtime.plan, rank.engine._runtime.shards
         tags = [tag for tag, _ in rank.sent]
-    of = tool.job_of(plan, shards, H100, replace(GPU, rates=replace(RATES, call_s=1e-6)), LOAD)
+    of = network.job_of(plan, shards, H100, replace(GPU, rates=replace(RATES, call_s=1e-6)), LOAD)
     run = Run(of.machine, len(of.work.matrices))
     full_step(run, of, None)
     names = {"verdict": "norms"}
@@ -323,18 +324,13 @@ def test_collectives_are_issued_in_the_order_of_the_step(world, replicas):
     assert calls == pytest.approx(count.launches, rel=0.25)
 
 
-def test_ranks_that_are_alike_are_one_class():
+def test_ranks_that_are_alike_are_one_class(monkeypatch):
     every = job(shape=(16,), each=8, model="llama3.2-1b")
     assert len(every.work.matrices) < 16
     few = simulate(every).ms
-    alone = tool._alike
-    try:
-        tool._alike = lambda shards, *rest: np.arange(shards.world)
-        assert simulate(job(shape=(16,), each=8, model="llama3.2-1b")).ms == pytest.approx(
-            few, rel=1e-3
-        )
-    finally:
-        tool._alike = alone
+    monkeypatch.setattr(network.Routes, "classes", np.arange(16))
+    whole = job(shape=(16,), each=8, model="llama3.2-1b")
+    assert len(whole.work.matrices) == 16 and simulate(whole).ms == pytest.approx(few, rel=1e-9)
 
 
 def test_operations_of_models():

@@ -1,0 +1,525 @@
+"""A plan on its network: what its simulated step is made of, and the plan whose step ends first.
+
+Bytes are counted as `dmuon.comm.routes` sends them, of all ranks at once: by rank what it sends to
+its node and to others, and what comes.
+
+Computing is cheap where the network is slow, and what each replica (or node, or rank) computes is
+not published to it. Of the matrices that cost least per element a share is computed so, and the
+rest is published: a mixture keeps cores and links busy at once. A simulated step says what is best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dmuon.config import BATCH_BUCKETS, BATCH_BYTES, BUCKET_BYTES, PlannerOptions, ShardedOptions
+from dmuon.scheduler import simulate as sim
+from dmuon.scheduler.costs import CostTable, largest_batch
+from dmuon.scheduler.plan import (
+    OwnershipPlan,
+    Parts,
+    Sizes,
+    StepTimes,
+    Unit,
+    Way,
+    buckets_of,
+    publish_buckets,
+    units_of,
+)
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.solve import solve
+from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs, OwnerLimits
+from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
+from dmuon.types import KernelChoice, Layout, PlanError, grouped
+
+_MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
+_NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
+Sets = tuple[tuple[int, ...], ...]  # of ranks that share updates
+
+
+# ---- what travels --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who passes what it has on to whom, [world, world] of 0 and 1: in the first turn to the ranks
+    of its column, in the second to those of its node; see `Topology.columns_of`."""
+
+    column: sim.Floats
+    node: sim.Floats
+
+
+class Routes:
+    """The buckets of a plan as they travel; an element has ``item`` bytes. ``classes`` are ranks,
+    one of each kind of ranks that do the same."""
+
+    def __init__(
+        self, plan: OwnershipPlan, shards: ShardMap, sizes: Sizes, item: int, machine: sim.Machine
+    ) -> None:
+        self.plan, self.shards, self.item, self.machine = plan, shards, item, machine
+        self.units = units_of(plan, [0] * len(plan.specs.matrices))
+        self.owners = [unit.copies or (unit.owner,) for unit in self.units]
+        travel = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
+        self.cuts, self.slots = buckets_of(self.units, travel, sizes, item)
+        world = range(shards.world)
+        self.node = np.array([plan.topology.node(rank) for rank in world])
+        self._is_near = self.node[:, None] == self.node
+        self._spreads: dict[Sets, Spread] = {}
+        self._held: dict[tuple[object, ...], sim.Floats] = {}
+
+    def is_local(self, unit: Unit) -> bool:
+        return self.shards.is_local(unit.matrices[0], unit.copies)
+
+    def each(self, units: Sequence[int], value: Callable[[Unit], float]) -> sim.Floats:
+        """[world]: the sum of a value over the units that each rank computes."""
+        found = np.zeros(self.shards.world)
+        for u in units:
+            found[[*self.owners[u]]] += value(self.units[u])
+        return found
+
+    @cached_property
+    def _rows(self) -> sim.Floats:
+        """What tells ranks apart, [.., world]."""
+        shards, rows = self.shards, []
+        for cut in [*self.cuts, self.local]:
+            rows += [self.each(cut, value) for value in (lambda u: u.ms, lambda u: u.numel)]
+        kinds = {p.shape: i for i, p in enumerate(shards.specs.parameters)}
+        for i in kinds.values():
+            rows.append(np.array([report.shards[i].box.numel for report in shards.reports], float))
+        return np.array(rows)
+
+    @property
+    def local(self) -> list[int]:
+        """The units for which nothing travels."""
+        return [u for u, unit in enumerate(self.units) if self.is_local(unit)]
+
+    @cached_property
+    def classes(self) -> np.ndarray[Any, Any]:
+        _, first = np.unique(self._rows, axis=1, return_index=True)
+        return np.sort(first)
+
+    def of_classes(self, values: sim.Floats) -> sim.Floats:
+        found: sim.Floats = values[self.classes]
+        return found
+
+    def buckets(self) -> list[sim.Bucket]:
+        return [self._bucket(members) for members in self.cuts]
+
+    def _bucket(self, members: Sequence[int]) -> sim.Bucket:
+        held = np.zeros(self.shards.world)
+        for u in members:
+            if self.units[u].owner == self.units[u].first_owner:
+                held += sum(self._elements(i) for i in self.units[u].matrices)
+        by_rank = {
+            "ms": self.each(members, lambda u: u.ms), "units": self.each(members, lambda _: 1),
+            "owned": self.each(members, lambda u: u.numel), "held": held,
+        }  # fmt: skip
+        gather, turns = self._exchanges(members)
+        return sim.Bucket(gather, turns, **{k: self.of_classes(v) for k, v in by_rank.items()})
+
+    def _place(self, matrix: int) -> tuple[Any, ...]:
+        """What says who holds how much of a matrix: items of a stack with one domain are alike."""
+        box, is_stack = self.shards.boxes[matrix], self.shards.specs.matrices[matrix].form.is_stack
+        at = (box.offset[-2:], box.shape, box.steps[-2:]) if is_stack else box
+        return self.shards.kind(matrix), self.shards.domains[matrix], at
+
+    def _elements(self, matrix: int, unit: Unit | None = None) -> sim.Floats:
+        """What each rank holds of a matrix, or of the slice of it that a unit has, [world]."""
+        shards = self.shards
+        box, start = shards.boxes[matrix], (0, 0) if unit is None else (unit.start, unit.cols)
+        ranks = shards.domains[matrix]
+        key = *self._place(matrix), start
+        if key not in self._held:
+            found = np.zeros(shards.world)
+            for rank in ranks:
+                piece = shards.piece(matrix, rank).box
+                if unit is not None:
+                    spec = shards.specs.matrices[matrix]
+                    long = spec.form.dims(len(box.shape))[spec.cols >= spec.rows]
+                    low, size = piece.offset[long], piece.shape[long]
+                    inside = min(low + size, unit.start + unit.cols) - max(low, unit.start)
+                    found[rank] = piece.numel // max(1, size) * max(0, inside)
+                else:
+                    found[rank] = piece.numel
+            self._held[key] = found
+        return self._held[key]
+
+    def _spread(self, sets: Sets) -> Spread:
+        if sets not in self._spreads:
+            column, node = np.zeros((2, self.shards.world, self.shards.world))
+            for ranks in sets:
+                columns = self.plan.topology.columns_of(ranks)
+                for to, groups in ((column, columns), (node, [*zip(*columns)])):
+                    for some in groups if to is column or len(columns) > 1 else ():
+                        to[np.ix_(some, some)] = 1 - np.eye(len(some))
+            self._spreads[sets] = Spread(column, node)
+        return self._spreads[sets]
+
+    def _exchanges(self, members: Sequence[int]) -> tuple[sim.Exchange, tuple[sim.Exchange, ...]]:
+        """The gather of a bucket, and one after the other what brings the updates. What
+        `Transport.all_gather` sends goes by messages on gloo, and in rings elsewhere."""
+        world, shards, topology = self.shards.world, self.shards, self.plan.topology
+        alike: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+        for u in members:
+            unit = self.units[u]
+            for i in unit.matrices:
+                key = self._place(i), self.owners[u], unit.start
+                alike[key] = i, u, alike.get(key, (0, 0, 0))[2] + 1
+        ways = np.zeros((2, 2, world))  # (near, far) x (sent, came), of the gather
+        sources: dict[Sets, sim.Floats] = defaultdict(lambda: np.zeros(world))
+        for i, u, count in alike.values():
+            unit = self.units[u]
+            pieces = count * self._elements(i, unit if unit.co_owners else None)
+            for owner in self.owners[u]:
+                is_sender = shards.is_in_replica(i, unit.first_owner if unit.co_owners else owner)
+                if unit.owner == unit.first_owner:
+                    whole = count * self._elements(i) if unit.co_owners else pieces
+                    sources[shards.sharing(i, unit.copies, topology)] += whole * is_sender
+                sent = pieces * is_sender
+                sent[owner] = 0
+                for level, is_near in enumerate((self._is_near[owner], ~self._is_near[owner])):
+                    ways[level, 0] += sent * is_near
+                    ways[level, 1, owner] += (sent * is_near).sum()
+        ways *= self.item
+        turns = self._turns({sets: self.item * of for sets, of in sources.items()}, not ways.any())
+        if not ways.any():
+            return _NOTHING, (*turns,)
+        scatter = self._direct("scatter", ways[:, ::-1])
+        return self._direct("gather", ways), (scatter, *turns)
+
+    def _turns(self, sources: Mapping[Sets, sim.Floats], is_published: bool) -> list[sim.Exchange]:
+        """The all-gathers of what lies with the ranks in ``sources``, bytes [world] of each."""
+        purpose, world = "updates" if is_published else "replicate", self.shards.world
+        ways = np.zeros((2, 2, 2, world))  # of each turn
+        rings: list[list[sim.Exchange]] = [[_NOTHING], [_NOTHING]]
+        for sets, own in sources.items():
+            of = self._spread(sets)
+            for turn, passed in enumerate((of.column, of.node)):
+                for level, some in enumerate((passed * self._is_near, passed * ~self._is_near)):
+                    ways[turn, level] += own * some.sum(1), own @ some
+                own = own + own @ passed
+                sizes, near = 1 + passed.sum(1), 1 + (passed * self._is_near).sum(1)
+                for count in {*zip(sizes, near)} if not self.machine.is_cpu else ():
+                    most = float(own[(sizes == count[0]) & (near == count[1])].max())
+                    group = sim.Group(*map(int, count))
+                    if group.ranks > 1 and most:
+                        ring = sim.collective(purpose, "all_gather", most, group, is_gloo=False)
+                        rings[turn].append(ring)
+        if self.machine.is_cpu:
+            found = [self._direct(purpose, of) for of in ways]
+        else:
+            found = [max(of, key=self.machine.ms) for of in rings]
+        return [each for each in found if each]
+
+    def _direct(self, purpose: str, ways: sim.Floats) -> sim.Exchange:
+        """An all-to-all: bytes (inside, across nodes) x (sent, came) of each rank."""
+        across = float(ways[1].max())
+        if self.machine.is_shared:  # a node has one network card
+            most = max(float(np.bincount(self.node, way).max()) for way in ways[1])
+            across = most / float(np.bincount(self.node).max())
+        handed = float(ways[:, 0].sum(0).mean())
+        return sim.Exchange(purpose, 1, across > 0, float(ways[0].max()), across, handed)
+
+    def published(self, is_gloo: bool) -> list[sim.Bucket]:
+        """What owners compute and, in `reduced`, publish in broadcasts: the n-th of each owner."""
+        plan, size = self.plan, BUCKET_BYTES
+        world = sim.Group.along(plan.topology, range(len(plan.topology.shape)))
+        of_owner: dict[int, list[list[int]]] = defaultdict(list)
+        for owner, members in publish_buckets(self.units, size, self.item):
+            of_owner[owner].append([*members])
+        most = max(map(len, of_owner.values()), default=0)
+        turns = ({o: mine[n] for o, mine in of_owner.items() if n < len(mine)} for n in range(most))
+        return [self._published(turn, world, is_gloo) for turn in turns]
+
+    def _published(
+        self, turn: Mapping[int, list[int]], world: sim.Group, is_gloo: bool
+    ) -> sim.Bucket:
+        members = [u for mine in turn.values() for u in mine]
+        every, scatter = float(sum(self.units[u].numel for u in members)), _NOTHING
+        if self.plan.layout is Layout.REDUCED:
+            nbytes = self.item * every
+            scatter = sim.collective("updates", "all_gather", nbytes, world, is_gloo=is_gloo)
+            if is_gloo:  # trees: bytes leave their owner, and then others, one owner at a time
+                depth = math.ceil(math.log2(max(2, world.ranks)))
+                across = depth * nbytes * (scatter.across > 0)
+                scatter = replace(scatter, turns=depth * len(turn), across=across)
+        ms, units, owned = (
+            self.of_classes(self.each(members, value))
+            for value in (lambda u: u.ms, lambda _: 1, lambda u: u.numel)
+        )
+        return sim.Bucket(_NOTHING, (scatter,) * bool(scatter), ms, units, owned, 0 * ms + every)
+
+
+def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tuple[float, int]:
+    """Newton-Schulz of all blocks that a rank holds: ms, and in how many batches."""
+    kinds = Counter[tuple[int, int, str]]()
+    for i, matrix in enumerate(shards.specs.matrices):
+        if (box := shards.piece(i, rank).box).numel:
+            m, n = sorted(matrix.form.matrix_shape(box.shape))
+            kinds[m, n, matrix.dtype] += 1
+    ms, batches = 0.0, 0
+    for key, count in kinds.items():
+        most = largest_batch(*key[:2], _MOST_IN_BATCH, BATCH_BYTES // ns_item)
+        for batch in [most] * (count // most) + [count % most] * (count % most > 0):
+            ms += costs.batch_ms(key, batch)
+            batches += 1
+    return ms, batches
+
+
+def _unevenness(plan: OwnershipPlan, places: int) -> float:
+    """What the busiest owner of two layers in turn, which travel at once, has of their matrices,
+    relative to an even share."""
+    owned: dict[str, Counter[int]] = defaultdict(Counter)
+    for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
+        owned[layer_of(matrix.name)][owner % places] += matrix.numel
+    layers = [*owned.values()]
+    pairs = [a + b for a, b in pairwise(layers)] or layers
+    return float(np.mean([places * max(of.values()) / sum(of.values()) for of in pairs]))
+
+
+def _groups(plan: OwnershipPlan, ep: int, tp: int) -> sim.Groups:
+    """FSDP2 shards over all axes but those of replicas, tp and, of experts, ep, the innermost."""
+    topology = plan.topology
+    every = range(len(topology.shape))
+    axes = [i for i in every if holds_replicas(topology.axes[i])]
+    if plan.layout is Layout.DEDICATED:
+        axes = [*every[:-1]]
+    world, replicas = sim.Group.along(topology, every), sim.Group.along(topology, axes)
+    shards = sim.Group.along(topology, [i for i in every if i not in axes])
+    ordinary, experts = (sim.Group(shards.ranks // n, max(1, shards.near // n)) for n in (tp, ep))
+    inner = (sim.Group(n, min(n, topology.columns)) for n in (ep, tp))
+    return sim.Groups(world, ordinary, experts, replicas, *inner)
+
+
+def job_of(
+    plan: OwnershipPlan,
+    shards: ShardMap,
+    costs: CostTable,
+    machine: sim.Machine,
+    load: sim.Load | None = None,
+    options: ShardedOptions | None = None,
+    **how: bool,
+) -> sim.Job:
+    """All that a training step of this plan is made of; ``costs`` price blocks, too, and ``how``
+    goes to `Job`. Without a ``load`` the optimizer's part alone."""
+    is_alone, load = load is None, load or sim.Load(0, 0)
+    specs, layout = plan.specs, plan.layout
+    kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
+    ns_item = ITEM_SIZE[KernelChoice.parse(kernel).dtype] if kernel else 2
+    sizes = Sizes.of(options or ShardedOptions(), plan)
+    routes = Routes(plan, shards, sizes, ns_item, machine)
+    groups = _groups(plan, load.ep, load.tp)
+    is_dedicated, at_owners = layout is Layout.DEDICATED, layout.keeps_state_at_owners
+    # Messages from each owner on gloo; NCCL passes them on in rings.
+    uneven = _unevenness(plan, groups.shards.ranks) if is_dedicated and machine.is_cpu else 1.0
+    nbytes = 8.0 * len(specs.matrices)
+    verdict = sim.collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
+    return sim.Job(
+        machine, layout, [] if is_alone else sim.blocks_of(specs, load), groups, load,
+        routes.published(machine.is_cpu) if at_owners else routes.buckets(),
+        replace(verdict, turns=min(1, verdict.turns)) if machine.is_cpu else verdict,
+        _work(routes, costs, ns_item, groups.shards.ranks if is_dedicated else 1, is_alone),
+        sizes.buffers, routes.slots, uneven, **how,
+    )  # fmt: skip
+
+
+def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone: bool) -> sim.Work:
+    """``places``: shards of what a rank of `dedicated` holds with FSDP2 or owners."""
+    shards, specs = routes.shards, routes.plan.specs
+    muon, adam = specs.muon_parameters(), specs.adamw_parameters()
+
+    def held(some: Sequence[int]) -> sim.Floats:
+        reports = [shards.reports[rank].shards for rank in routes.classes]
+        each = [sum(mine[i].box.numel for i in some) for mine in reports]
+        return np.array(each, float) / places
+
+    is_cut = routes.plan.layout is Layout.SHARDED and not is_alone
+    blocks = [_blocks(shards, r, costs, ns_item) if is_cut else (0.0, 0) for r in routes.classes]
+    alone = routes.of_classes(routes.each(routes.local, lambda unit: unit.ms))
+    shapes = Counter(matrix.key for matrix in specs.matrices)
+    every = sum(n * costs.batch_ms(key, 1) for key, n in shapes.items())
+    whole = float(sum(m.numel for m in specs.matrices))
+    block_ms, batches = np.array(blocks, float).T
+    item = max((ITEM_SIZE.get(specs.parameters[i].dtype, 4) for i in muon), default=4)
+    return sim.Work(
+        held(muon), held(adam), whole, alone, (block_ms, batches),
+        (every, len(specs.matrices)), item, ns_item,
+    )  # fmt: skip
+
+
+# ---- the plan whose step ends first ---------------------------------------------------------
+
+_GAIN = 0.02  # of the optimizer's part of a step: by less nothing is changed
+_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # that are computed in each part
+_SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # of buckets, in bytes
+_MOST_LOOKED_AT = 200_000  # matrices of plans that are simulated
+
+
+def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Parts]:
+    """The parts of a mesh by which a matrix with such replicas can be computed: those of a node
+    together, and each by itself; the fewest first.
+
+    >>> parts_of([(0,), (1,), (2,), (3,)], Topology.flat(4, ranks_per_node=2))
+    [((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))]
+    """
+    nodes = grouped((topology.node(ranks[0]), ranks) for ranks in replicas).values()
+    inside = all(len({*map(topology.node, ranks)}) == 1 for ranks in replicas)
+    by_node = tuple(tuple(rank for ranks in some for rank in ranks) for some in nodes)
+    found = [by_node] * inside + [tuple(map(tuple, replicas))]
+    return [
+        parts
+        for parts in dict.fromkeys(found)
+        if len(parts) > 1 and len({len(ranks) for ranks in parts}) == 1
+    ]
+
+
+class Search:
+    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it;
+    ``parts`` are those that each matrix may have, if more than ``start`` gives; at most so many
+    ways are looked at."""
+
+    def __init__(
+        self,
+        start: Way,
+        make: Callable[[Way], OwnershipPlan],
+        ms_of: Callable[[OwnershipPlan], float],
+        parts: Mapping[int, Sequence[Parts]],
+        most: int,
+    ) -> None:
+        self._make, self._ms_of, self._parts, self._left = make, ms_of, parts, most
+        self.best, self._start, plan = start, start, make(start)
+        self.ms = self.first_ms = ms_of(plan)
+        prices = {row.key: row.ms[0] for row in plan.prices}
+        matrices = plan.specs.matrices
+        self._numel = [m.numel for m in matrices]
+        # What costs least per element first, and of equal ones the last, which are published last.
+        each = [(prices[m.key] / m.numel, m.key, -i) for i, m in enumerate(matrices)]
+        self._order = sorted(parts, key=each.__getitem__)
+
+    def redundant(self, level: int, share: float) -> dict[int, Parts]:
+        """So large a share of all elements, with the parts of a level, or the most there are."""
+        chosen: dict[int, Parts] = {}
+        left = share * sum(self._numel[i] for i in self._order)
+        for i in self._order:
+            if left < self._numel[i] / 2:
+                break
+            left -= self._numel[i]
+            chosen[i] = self._parts[i][min(level, len(self._parts[i]) - 1)]
+        return chosen
+
+    def run(self, sizes: Sequence[int]) -> None:
+        """Change one thing after the other, as long as the step becomes shorter."""
+        levels = range(max(map(len, self._parts.values()), default=0))
+        while self._left > 0:
+            before = self.ms
+            self._try(replace(self.best, by_shape=not self.best.by_shape) for _ in range(1))
+            self._try(replace(self.best, bucket_bytes=size) for size in sizes)
+            for level in levels:
+                some = (self.redundant(level, share) for share in _SHARES)
+                self._try(replace(self.best, redundant=chosen) for chosen in some)
+            if self.ms > 0.995 * before:
+                break
+        if self.ms > (1 - _GAIN) * self.first_ms:
+            self.best = self._start
+
+    def _try(self, ways: Iterable[Way]) -> None:
+        for way in [*ways]:
+            if way == self.best or self._left <= 0:
+                continue
+            self._left -= 1
+            try:
+                plan = self._make(way)
+            except PlanError:  # of state that variants keep with each copy there is too much
+                continue
+            if (ms := self._ms_of(plan)) < (1 - 1e-6) * self.ms:
+                self.best, self.ms = way, ms
+
+
+def planned(
+    specs: ModelSpecs,
+    topology: Topology,
+    costs: CostTable,
+    shards: ShardMap | None,
+    layout: Layout,
+    solver: str,
+    options: PlannerOptions,
+    limits: OwnerLimits | None,
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    item: int = 2,
+    asked: ShardedOptions | None = None,
+    differ: str = "",
+) -> OwnershipPlan:
+    """The plan whose simulated step ends first, of those that `solve` makes. ``asked``: options of
+    the layout; ``differ``: why copies would not compute the same bits, if they would not."""
+
+    def make(way: Way, by: str = solver) -> OwnershipPlan:
+        size = min(batch_bytes, BATCH_BUCKETS * (way.bucket_bytes or batch_bytes))
+        return solve(
+            specs, topology, costs, layout=layout, solver=by, options=options, limits=limits,
+            batch_numel=size // item, way=way,
+        )  # fmt: skip
+
+    if shards is None or layout.keeps_state_at_owners or topology.world == 1:
+        return make(Way(), solver)
+    parts = {i: parts_of(shards.replicas(i), topology) for i in range(len(specs.matrices))}
+    parts, redundancy = {i: of for i, of in parts.items() if of}, options.redundancy
+    ends = sorted({1, *(len(each) for of in parts.values() for each in of)})
+    if redundancy != "auto" and redundancy not in ends:
+        raise PlanError(
+            f"redundancy={redundancy}: so many parts of this mesh can compute a matrix by "
+            f"themselves: {', '.join(map(str, ends))}. Pass one of these, or 'auto'"
+        )
+    note = f"redundancy 1, because {differ}" if differ and redundancy != 1 and parts else ""
+    redundancy = 1 if note or options.co_owners != "off" else redundancy
+    start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
+    try:
+        machine = sim.Machine.of(costs, topology)
+    except PlanError:  # nothing is known of links
+        return _noted(make(start, solver), note)
+
+    def job(plan: OwnershipPlan) -> sim.Job:
+        return job_of(plan, shards, costs, machine, None, asked)
+
+    def ms_of(plan: OwnershipPlan) -> float:
+        return sim.optimizer_ms(job(plan))
+
+    is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
+    most = max(3, min(120, _MOST_LOOKED_AT // max(1, len(specs.matrices))))
+    quick = "round_robin" if solver == "round_robin" else "greedy"
+    free, sizes = parts if redundancy == "auto" else {}, _SIZES if is_free else ()
+    search = Search(start, partial(make, by=quick), ms_of, free, most)
+    search.run(sizes)
+    # Whichever solver is the best by makespan, the step decides.
+    best, plan = search.best, make(search.best)
+    if solver == "auto":
+        with suppress(PlanError):  # of a memory cap that it does not fit
+            in_turn = partial(make, by="round_robin")
+            other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, most)
+            other.run(sizes)
+            first = plan
+            plan = min(plan, make(best, quick), in_turn(other.best), in_turn(best), key=ms_of)
+            if plan.prices == first.prices:  # what bounds one bounds the other
+                bound, status = first.lower_bound_ms, plan.status
+                status = "optimal" if plan.makespan_ms <= bound else status
+                plan = replace(plan, lower_bound_ms=bound, proof=first.proof, status=status)
+    every = Way({i: of[-1] for i, of in parts.items()}, best.bucket_bytes)
+    once_ms = search.first_ms if redundancy in (1, "auto") else ms_of(make(Way()))
+    copied_ms = ms_of(make(every)) if parts else None
+    work_ms, link_ms = math.fsum(plan.loads_ms) / topology.world, sim.link_ms(job(plan))
+    step = StepTimes(ms_of(plan), once_ms, copied_ms, work_ms, link_ms)
+    return _noted(replace(plan, step=step), note)
+
+
+def _noted(plan: OwnershipPlan, note: str) -> OwnershipPlan:
+    text = "; ".join(filter(None, (plan.search.note, note)))
+    return replace(plan, search=replace(plan.search, note=text))

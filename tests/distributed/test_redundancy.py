@@ -1,0 +1,255 @@
+"""Matrices that parts of the mesh compute by themselves, and updates that cross to a node once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dmuon
+from dmuon.measure import on_links
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.topology import Topology
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+from dmuon.types import CorruptionError, DmuonError
+from tests.distributed.compare import assert_bitwise, assert_close, gathered
+from tests.distributed.harness import distributed
+from tests.distributed.layouts import LAYOUTS, Layout, on
+from tests.distributed.test_collective_order import Recorders, assert_one_order
+from tests.distributed.twins import MUON, Trained, both, follow, laid_out
+from tests.internals import C10dTransport, LinkTimer, Orthogonalizer, parts_of
+
+# (layout, ranks per node): replicas on nodes of their own, several on a node, and over nodes.
+LAID: dict[str, tuple[Layout, int]] = {
+    "ddp": (replace(on("ddp", 4), build=ParallelModel), 2),
+    "ddp alone": (replace(on("ddp", 4), build=ParallelModel), 1),
+    "hsdp": (LAYOUTS["hsdp"], 2),
+    "hsdp 4x2": (on("hsdp", 4, 2), 4),
+    "hsdp 4x2 over nodes": (on("hsdp", 4, 2), 1),
+    "ep": (LAYOUTS["ep+fsdp"], 2),
+}
+WAYS = ("once", "nodes", "replicas", "mixed")
+
+
+def planner(case: str, **more: Any) -> dmuon.PlannerOptions:
+    return dmuon.PlannerOptions(ranks_per_node=LAID[case][1], **more)
+
+
+def asked(case: str, way: str = "mixed", **more: Any) -> dict[str, Any]:
+    """Arguments for a plan in which all matrices, or in turn some, are computed in each replica, or
+    on each node, or once."""
+    own = dmuon.dedicate_params(laid_out(LAID[case][0])[0], planner=planner(case, max_batch=2))
+    plan, shards, batches = own.plan, own.runtime.shards, []
+    own.close()
+    for n, one in enumerate(plan.batches):
+        known = parts_of(shards.replicas(one.matrices[0]), plan.topology)
+        of = {"once": [], "nodes": known[:1], "replicas": known[-1:]}.get(way)
+        if of is None:
+            of = [[], known[:1], known[-1:]][n % 3]
+        copies = tuple(ranks[(n + k) % len(ranks)] for parts in of for k, ranks in enumerate(parts))
+        batches.append(replace(one, owner=copies[0], copies=copies) if copies else one)
+    plan = replace(plan, batches=tuple(batches), claim=None)
+    return {"plan": plan, "solver": "auto", "planner": planner(case, max_batch=2), **more}
+
+
+def levels(plan: OwnershipPlan) -> set[int]:
+    return {len(batch.copies) for batch in plan.batches}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("case", "world"), [(name, laid.world) for name, (laid, _) in LAID.items()]
+)
+@distributed()
+def test_every_way_is_equal_to_the_reference(rank, world, case, way):
+    """With gradients that some ranks, or all, do not have in some steps."""
+    request = asked(case, way)
+    assert way in ("once", "nodes") or max(levels(request["plan"])) > 1 or case == "ep"
+    follow(layout=LAID[case][0], request=request, steps=3)
+
+
+@pytest.mark.parametrize("way", ["nodes", "replicas", "mixed"])
+@pytest.mark.parametrize(("case", "world"), [("ddp", 4), ("hsdp", 4), ("hsdp 4x2", 8)])
+@distributed()
+def test_copies_have_the_bits_of_one_owner(rank, world, case, way):
+    """Where a kernel gives the same bits whatever is beside it, in each redundancy."""
+    kernels = dmuon.KernelOptions(method="gram", backend="torch")
+    found = []
+    for of in ("once", way):
+        request = asked(case, of)
+        whole = tuple(replace(one, kernel="") for one in request["plan"].batches)
+        request["plan"] = replace(request["plan"], batches=whole)
+        with both(layout=LAID[case][0], request=request | {"kernels": kernels}) as pair:
+            pair.train_alone(range(3))
+            found.append(pair.whole())
+    assert_bitwise(*found)
+
+
+@pytest.mark.parametrize("muon", [
+    {"variant": "normuon"}, {"master_weights": True, "momentum_dtype": "bfloat16"},
+    {"cautious_weight_decay": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", ["ddp", "hsdp"])
+@distributed(4)
+def test_whatever_is_kept_is_alike_in_all_copies(rank, world, case, muon):
+    """And is saved once: a checkpoint goes to any redundancy."""
+    with both(layout=LAID[case][0], request=asked(case), only=muon | {"verify_every": 1}) as pair:
+        pair.train_alone(range(4))
+        state = pair.opt.state_dict()["state"]
+        assert pair.opt._run.verified == 4 and len(state) == len([*pair.bare.parameters()])
+
+
+@pytest.mark.parametrize("variant", [None, "normuon"])
+@pytest.mark.parametrize("case", ["ddp", "hsdp"])
+@distributed(4)
+def test_a_checkpoint_moves_between_redundancies(rank, world, case, variant, tmp_path):
+    whole = {}
+    for way, first, last in (("mixed", 0, 3), ("once", 3, 5), ("replicas", 3, 5)):
+        torch.manual_seed(0)
+        trained = Trained(
+            LAID[case][0], ParallelModel(), planning=asked(case, way), variant=variant, **MUON
+        )
+        if first:
+            trained.load(str(tmp_path))
+        for step in range(first, last):
+            loss_of(trained.model, batch(step, trained.rank)).backward()
+            trained.opt.step()
+            trained.opt.zero_grad()
+        if not first:
+            trained.save(str(tmp_path))
+        whole[way] = trained.weights()
+        trained.close()
+    assert_close(whole["once"], whole["replicas"])
+
+
+@pytest.mark.parametrize("case", ["hsdp"])
+@distributed(4)
+def test_block_steps_go_on_between_full_ones(rank, world, case):
+    follow(layout=LAID[case][0], request=asked(case), only={"period": 2}, steps=5)
+
+
+@pytest.mark.parametrize(("case", "world"), [("ddp", 4), ("hsdp", 4), ("hsdp 4x2", 8)])
+@distributed()
+def test_all_ranks_follow_the_order_of_the_plan(rank, world, case):
+    """Over all process groups, late ranks and missing gradients or not."""
+    recorders, orders = Recorders(), []
+    with both(layout=LAID[case][0], request=asked(case), transport=recorders) as pair:
+        for step in range(3):
+            recorders.log.clear()
+            pair.backward(step)
+            if rank == step:
+                time.sleep(0.1)
+                if case != "ddp":
+                    pair.model.get_parameter("blocks.0.mix.weight").grad = None
+            pair.step()
+            orders.append([(number, event) for number, _, event in recorders.log])
+            sized = [(n, r, replace(e, nbytes=0)) for n, r, e in recorders.log]
+            assert_one_order(gathered(sized))
+        assert orders[0] == orders[1] == orders[2]
+        assert len({number for number, _ in orders[0]}) > 1, "several process groups"
+
+
+@pytest.mark.parametrize(("case", "replicas"), [("ddp", 4), ("ddp alone", 4), ("hsdp 4x2", 4)])
+@distributed(4, 8)
+def test_no_byte_crosses_to_a_node_twice(rank, world, case, replicas):
+    laid, each = LAID[case]
+    if laid.world != world:
+        return
+    recorders = Recorders()
+    with both(layout=laid, request=asked(case, "once"), transport=recorders) as pair:
+        recorders.log.clear()
+        pair.train_alone([0])
+        pair.opt.synchronize()
+        came = Counter[bool]()
+        for _, ranks, event in recorders.log:
+            if event.op == "all_gather":
+                far = len({r // each for r in ranks}) > 1
+                came[far] += event.nbytes * (len(ranks) - 1) // len(ranks)
+        every = sum(m.numel for m in pair.own.plan.specs.matrices) * 4
+        share = every if "ddp" in case else every * 1
+        nodes = world // each
+    received = sum(gathered(came[True]))
+    assert received == pytest.approx((nodes - 1) * share, rel=0.2)
+
+
+@distributed(4)
+def test_a_copy_that_computes_wrongly_is_found(rank, world):
+    for case in ("ddp", "hsdp"):
+        honest = Orthogonalizer.run
+
+        def broken(self, call, operand, honest=honest):
+            update = honest(self, call, operand)
+            return update.mul_(1.5) if rank == 3 else update
+
+        request = asked(case, "replicas")
+        with (
+            both(layout=LAID[case][0], request=request, only={"verify_every": 1}) as pair,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(Orthogonalizer, "run", broken)
+            with pytest.raises(CorruptionError, match="rank"):
+                for step in range(8):
+                    pair.backward(step)
+                    pair.step()
+
+
+@distributed(2, 4)
+def test_what_the_mesh_cannot_do_is_refused(rank, world):
+    for case, number in (("ddp", 3), ("hsdp", 4)):
+        if LAID[case][0].world == world:
+            with pytest.raises(DmuonError, match=f"redundancy={number}: so many parts"):
+                dmuon.dedicate_params(
+                    laid_out(LAID[case][0])[0], planner=planner(case, redundancy=number)
+                )
+
+
+@distributed(4)
+def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
+    """Two kinds of CPU: their copies would drift apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmuon.devices.Cpu.name", lambda self: f"CPU {'AB'[rank // 3]}")
+        model = laid_out(LAID["hsdp"][0])[0]
+        own = dmuon.dedicate_params(model, planner=planner("hsdp", redundancy=2))
+        assert levels(own.plan) == {0}
+        assert (
+            "redundancy 1, because ranks would not compute the same bits: CPU A (3), CPU B (1)"
+            in (str(own.report()).replace("\n", " ").replace("  ", " "))
+        )
+        own.close()
+
+
+# ---- links ---------------------------------------------------------------------------------
+
+
+@distributed(4)
+def test_links_are_measured_kept_and_checked(rank, world, tmp_path):
+    options = dmuon.PlannerOptions(cache_dir=str(tmp_path))
+    transport, cpu = C10dTransport(range(world)), torch.device("cpu")
+    topology = Topology.flat(world, ranks_per_node=2)
+    row = CostTable("measured on this", device=ANALYTIC_DEVICES["cpu"], momentum=False)
+
+    def measured(limit: float = 1.0) -> CostTable:
+        began = time.monotonic()
+        found = on_links(row, transport, cpu, options, topology)
+        assert len({one.to_json() for one in transport.gather_objects(found)}) == 1
+        assert time.monotonic() - began < 10 * limit  # of a machine that others use, too
+        return found
+
+    first = measured()
+    assert "nic " in first.source and first.rates is not None
+    assert 1e6 < first.device.network < 1e12 and 0 < first.rates.turn_s < 0.1
+    assert len([*tmp_path.glob("*.json")]) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinkTimer, "are_as", lambda self, known: True)
+        patch.setattr(LinkTimer, "measure", lambda self: pytest.fail("it is known"))
+        assert measured() == first
+    with pytest.MonkeyPatch.context() as patch:  # another network under the same names
+        honest = LinkTimer.exchange
+        patch.setattr(LinkTimer, "exchange", lambda self, *of: 20 * honest(self, *of))
+        assert measured().device.network < first.device.network / 5
+    transport.close()

@@ -1,0 +1,172 @@
+"""What a plan chooses for its links, and the bytes that it reckons with."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.catalogue import model_specs
+from dmuon.comm.routes import bucket_route, turns_of, units_for
+from dmuon.config import PlannerOptions
+from dmuon.scheduler.certificate import certify
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, Rates
+from dmuon.scheduler.network import Routes, job_of, planned
+from dmuon.scheduler.plan import OwnershipPlan, Sizes
+from dmuon.scheduler.shards import evenly_sharded
+from dmuon.scheduler.simulate import Machine, optimizer_ms
+from dmuon.scheduler.specs import MatrixSpec
+from dmuon.scheduler.topology import Topology
+from dmuon.types import Layout, PlanError
+from tests.unit.test_shards import copied, shard_maps, specs_of
+
+H100 = CostTable.analytic("h100", momentum=False)
+HSDP = ("replicate", "shard")
+RATES = Rates(1e9, 1e9, 1e9, 0.0, 0.0, 0.0)
+
+
+def chosen(
+    shape=(4, 8), nic="400Gb/node", layout=Layout.SHARDED, model="gpt2", solver="auto", axes=HSDP,
+    each=0, **options,
+) -> tuple[OwnershipPlan, float]:  # fmt: skip
+    """A plan, and its simulated step."""
+    each = each or shape[-1]
+    topology, specs = Topology(shape, axes[-len(shape) :], each, "cuda"), model_specs(model)
+    costs = H100.on_network(nic, each)
+    shards = evenly_sharded(specs, topology, whole=layout is not Layout.SHARDED)
+    how = layout, solver, PlannerOptions(**options), shards.limits(None)
+    plan = planned(shards.specs, topology, costs, shards, *how)
+    job = job_of(plan, shards, costs, Machine.of(costs, topology))
+    return plan, optimizer_ms(job)
+
+
+def copies(plan: OwnershipPlan) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for batch in plan.batches:
+        n = max(1, len(batch.copies))
+        found[n] = found.get(n, 0) + len(batch.matrices)
+    return found
+
+
+# ---- what is chosen ------------------------------------------------------------------------
+
+
+def test_where_the_link_is_slow_replicas_compute_by_themselves():
+    slow = chosen(nic="10Gb/node")[0]
+    fast = chosen(nic="400Gb/gpu", model="llama3-8b")[0]
+    assert copies(slow) == {4: 48}
+    assert copies(fast) == {1: 224}, "computing once is less work"
+    assert slow.step.link_ms < slow.step.work_ms < slow.step.once_ms
+    for plan in (slow, fast):
+        assert plan.step.ms <= min(plan.step.once_ms, plan.step.copied_ms) * (1 + 1e-9)
+        assert certify(plan).ok and certify(plan).proven, certify(plan)
+
+
+def test_between_the_ends_lies_a_mixture():
+    """Of DDP over two nodes of CPUs: what a trial found by hand, at three speeds of the link."""
+    shapes = [(64, 64), (64, 64), (256, 64), (64, 256)] * 8
+    specs = specs_of(shapes, [MatrixSpec(f"{i}", i, *s, "float32") for i, s in enumerate(shapes)])
+    topology = Topology.flat(4, ranks_per_node=2)
+    shards = evenly_sharded(specs, topology, whole=True)
+    entries = {(64, 64, "float32"): {1: 2.0}, (64, 256, "float32"): {1: 4.0}}
+    rates = Rates(1e11, 5e9, 4e9, 1e-6, 1e-4, 1e-10)
+    device = ANALYTIC_DEVICES["cpu"]
+    table = CostTable("made", entries, device, entry_origin="given", momentum=False, rates=rates)
+    found = []
+    for nic in ("0.0005Gb/node", "0.05Gb/node", "10Gb/node"):
+        how = Layout.REPLICATED, "auto", PlannerOptions(), shards.limits(None)
+        found.append(planned(specs, topology, table.on_network(nic, 2), shards, *how))
+    levels = [copies(plan) for plan in found]
+    assert levels[0].keys() <= {2, 4} and levels[2].keys() == {1}
+    assert len(levels[1]) > 1, "some are published across nodes, some are not"
+    assert found[1].step.ms < 0.97 * min(found[1].step.once_ms, found[1].step.copied_ms)
+
+
+@pytest.mark.parametrize("layout", [Layout.SHARDED, Layout.REPLICATED])
+@pytest.mark.parametrize("redundancy", [1, 4])
+def test_what_is_asked_for_is_planned(layout, redundancy):
+    plan, _ = chosen(layout=layout, redundancy=redundancy)
+    assert copies(plan) == {redundancy: 48}
+    assert OwnershipPlan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="redundancy=3: so many parts of this mesh"):
+        chosen(layout=layout, redundancy=3)
+
+
+CELLS = [
+    ((8,), "400Gb/gpu", 8), ((4, 8), "400Gb/node", 8), ((32,), "400Gb/node", 8),
+    ((32,), "50Gb/node", 8), ((2, 2), "1Gb/node", 2), ((4, 2), "25Gb/node", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "nic", "each"),
+    [*(("gpt2", *cell) for cell in CELLS), ("qwen2.5-32b", (16,), "400Gb/gpu", 8)],
+)
+def test_no_solver_has_a_shorter_step(model, shape, nic, each):
+    """Though a plan with the best makespan may have the longer one."""
+    ms = {
+        solver: chosen(shape, nic, solver=solver, each=each, model=model)[1]
+        for solver in ("auto", "greedy", "round_robin")
+    }
+    assert ms["auto"] <= min(ms.values()) * (1 + 1e-9), ms
+
+
+def test_planning_gives_the_same_again():
+    first, second = (chosen()[0] for _ in range(2))
+    assert first.fingerprint() == second.fingerprint() and first.step == second.step
+    assert not first.search.hit_time_limit
+
+
+# ---- bytes ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), shard_maps(), st.integers(1, 4), st.integers(1, 400), st.integers(1, 5))
+def test_bytes_are_those_of_the_routes(data, shards, least, size, per_node):
+    """Of every rank, to its node and to others, in each turn, whatever has copies."""
+    world = shards.world
+    topology = Topology.flat(world, ranks_per_node=min(per_node, world))
+    plan, sizes = data.draw(copied(shards, topology)), Sizes(size, size, least)
+    machine = Machine(RATES, 1e9, 1e9, is_cpu=True, is_shared=False)
+    counted = Routes(plan, shards, sizes, 2, machine)
+    node = np.array([topology.node(rank) for rank in range(world)])
+    for cut, bucket in zip(counted.cuts, counted.buckets(), strict=True):
+        expected = np.zeros((4, 2, 2, world))  # gather, scatter, turns; (near, far); (sent, came)
+        for rank in range(world):
+            seen = units_for(counted.units, shards, topology, rank)
+            route = bucket_route(shards, topology, seen, cut, rank)
+            is_near = node == node[rank]
+
+            def add(to, sent, came, is_near=is_near, rank=rank):
+                for way, values in enumerate((sent, came)):
+                    values = 2.0 * np.array(values)
+                    values[rank] = 0
+                    to[:, way, rank] += values[is_near].sum(), values[~is_near].sum()
+
+            if not route.columns:
+                add(expected[0], route.held.splits, route.owned.splits)
+                add(expected[1], route.owned.splits, route.held.splits)
+            spreads = [(one.columns, one.others.splits) for one in route.replications]
+            spreads += [(route.columns, route.came.splits)] * bool(route.columns)
+            for columns, splits in spreads:
+                for n, (ranks, parts) in enumerate(turns_of(columns, splits, rank), 2):
+                    came = np.zeros(world)
+                    came[[*ranks]] = [numel for _, numel in parts]
+                    sent = np.zeros(world)
+                    sent[[*ranks]] = came[rank]
+                    add(expected[n], sent, came)
+        exchanges = [bucket.gather] * bool(bucket.gather) + [*bucket.turns]
+        every = [of for of in expected if of[:, 0].any()]
+        assert len(every) == len(exchanges)
+        for of, exchange in zip(every, exchanges, strict=True):
+            assert exchange.sent == pytest.approx(of[:, 0].sum(0).mean())
+            assert (exchange.inside, exchange.across) == pytest.approx((of[0].max(), of[1].max()))
+
+
+def test_what_a_rank_computes_is_counted_once_for_each_copy():
+    plan, _ = chosen(nic="10Gb/node")
+    every = chain.from_iterable(batch.ranks for batch in plan.batches for _ in batch.matrices)
+    assert len([*every]) == 4 * 48
