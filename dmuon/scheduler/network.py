@@ -14,7 +14,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -49,15 +49,6 @@ Sets = tuple[tuple[int, ...], ...]  # of ranks that share updates
 # ---- what travels --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Who passes what it has on to whom, [world, world] of 0 and 1: in the first turn to the ranks
-    of its column, in the second to those of its node; see `Topology.columns_of`."""
-
-    column: sim.Floats
-    node: sim.Floats
-
-
 class Routes:
     """The buckets of a plan as they travel; an element has ``item`` bytes. ``classes`` are ranks,
     one of each kind of ranks that do the same."""
@@ -73,7 +64,7 @@ class Routes:
         world = range(shards.world)
         self.node = np.array([plan.topology.node(rank) for rank in world])
         self._is_near = self.node[:, None] == self.node
-        self._spreads: dict[Sets, Spread] = {}
+        self._spreads: dict[Sets, sim.Floats] = {}
         self._held: dict[tuple[object, ...], sim.Floats] = {}
 
     def is_local(self, unit: Unit) -> bool:
@@ -86,17 +77,6 @@ class Routes:
             found[[*self.owners[u]]] += value(self.units[u])
         return found
 
-    @cached_property
-    def _rows(self) -> sim.Floats:
-        """What tells ranks apart, [.., world]."""
-        shards, rows = self.shards, []
-        for cut in [*self.cuts, self.local]:
-            rows += [self.each(cut, value) for value in (lambda u: u.ms, lambda u: u.numel)]
-        kinds = {p.shape: i for i, p in enumerate(shards.specs.parameters)}
-        for i in kinds.values():
-            rows.append(np.array([report.shards[i].box.numel for report in shards.reports], float))
-        return np.array(rows)
-
     @property
     def local(self) -> list[int]:
         """The units for which nothing travels."""
@@ -104,7 +84,13 @@ class Routes:
 
     @cached_property
     def classes(self) -> np.ndarray[Any, Any]:
-        _, first = np.unique(self._rows, axis=1, return_index=True)
+        rows = []
+        for cut in [*self.cuts, self.local]:
+            rows += [self.each(cut, value) for value in (lambda u: u.ms, lambda u: u.numel)]
+        kinds = {p.shape: i for i, p in enumerate(self.shards.specs.parameters)}
+        for i in kinds.values():
+            rows.append(np.array([r.shards[i].box.numel for r in self.shards.reports], float))
+        _, first = np.unique(np.array(rows), axis=1, return_index=True)
         return np.sort(first)
 
     def of_classes(self, values: sim.Floats) -> sim.Floats:
@@ -153,15 +139,16 @@ class Routes:
             self._held[key] = found
         return self._held[key]
 
-    def _spread(self, sets: Sets) -> Spread:
+    def _spread(self, sets: Sets) -> sim.Floats:
+        """Who passes what it has on to whom, [2, world, world] of 0 and 1: in the first turn to the
+        ranks of its column, in the second to those of its node; see `Topology.columns_of`."""
         if sets not in self._spreads:
-            column, node = np.zeros((2, self.shards.world, self.shards.world))
+            found = self._spreads[sets] = np.zeros((2, self.shards.world, self.shards.world))
             for ranks in sets:
                 columns = self.plan.topology.columns_of(ranks)
-                for to, groups in ((column, columns), (node, [*zip(*columns)])):
-                    for some in groups if to is column or len(columns) > 1 else ():
-                        to[np.ix_(some, some)] = 1 - np.eye(len(some))
-            self._spreads[sets] = Spread(column, node)
+                nodes = [*zip(*columns)] * (len(columns) > 1)
+                for turn, some in [*((0, of) for of in columns), *((1, of) for of in nodes)]:
+                    found[turn][np.ix_(some, some)] = 1 - np.eye(len(some))
         return self._spreads[sets]
 
     def _exchanges(self, members: Sequence[int]) -> tuple[sim.Exchange, tuple[sim.Exchange, ...]]:
@@ -202,8 +189,7 @@ class Routes:
         ways = np.zeros((2, 2, 2, world))  # of each turn
         rings: list[list[sim.Exchange]] = [[_NOTHING], [_NOTHING]]
         for sets, own in sources.items():
-            of = self._spread(sets)
-            for turn, passed in enumerate((of.column, of.node)):
+            for turn, passed in enumerate(self._spread(sets)):
                 for level, some in enumerate((passed * self._is_near, passed * ~self._is_near)):
                     ways[turn, level] += own * some.sum(1), own @ some
                 own = own + own @ passed

@@ -9,9 +9,10 @@ import argparse
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from dmuon import __version__, devices
 from dmuon.kernels.choice import described, fixed_choice, measured_speeds, why_not
 from dmuon.scheduler.columns import available_engines
-from dmuon.scheduler.costs import CacheKey, cache_directory, read_cache
+from dmuon.scheduler.costs import CacheKey, CostTable, cache_directory, read_cache
 from dmuon.scheduler.json_files import parse, read_text
 from dmuon.tools.plan import show
 
@@ -127,17 +128,32 @@ def _solver(own: devices.Device) -> str:
     return f"{engines[0]}, where greedy is not proven optimal ({_versions('pulp', 'highspy')})"
 
 
+def _cached(folder: Path) -> Iterator[tuple[CacheKey, CostTable]]:
+    """What of a folder can be read, for this torch."""
+    for file in sorted(folder.glob("*.json")):
+        with suppress(KeyError, OSError, TypeError, ValueError):  # not ours
+            key = CacheKey(**parse(read_text(file))["key"])
+            table, _ = read_cache(folder, key)
+            if table and key.torch == torch.__version__:
+                yield key, table
+
+
+def _links(own: devices.Device) -> str:
+    found = []
+    for key, table in _cached(cache_directory() or Path(os.devnull)):
+        if key.kernels == "links" and (at := table.device) is not None:
+            speeds = f"{at.link / 1e9:.3g} GB/s inside a node, {at.network / 1e9:.3g} to others"
+            found.append(f"{key.device.partition(': ')[2]}: {speeds}, per rank")
+    return "; ".join(found) or "none measured yet (when it plans on several ranks, dmuon does)"
+
+
 def _cache(own: devices.Device) -> str:
     if (folder := cache_directory()) is None:
         return "none, since there is no home directory: each run measures its costs"
     files, shapes = sorted(folder.glob("*.json")), []  # of each file that fits
-    for file in files:
-        with suppress(KeyError, OSError, TypeError, ValueError):  # not ours
-            key = CacheKey(**parse(read_text(file))["key"])
-            table, _ = read_cache(folder, key)
-            is_here = (key.device + ",").startswith(own.name() + ",")
-            if table and is_here and key.torch == torch.__version__:
-                shapes.append(len(table.entries))
+    for key, table in _cached(folder):
+        if (key.device + ",").startswith(own.name() + ","):
+            shapes.append(len(table.entries))
     size = sum(file.stat().st_size for file in files) / 1024
     fitting = f"{len(shapes)} for this torch, device and threads, with {sum(shapes)} shapes"
     return f"{folder}: {len(files)} files, {size:.0f} KiB; {fitting}"
@@ -157,5 +173,6 @@ _LOOKS: dict[str, Callable[[devices.Device], str]] = {
     "kernels": _kernels,
     "solver": _solver,
     "cost cache": _cache,
+    "links": _links,
     "frameworks": lambda _: _versions(*_FRAMEWORKS) or "none of those that dmuon knows",
 }

@@ -92,6 +92,8 @@ def add_planning(parser: argparse.ArgumentParser) -> Any:
     shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
     add("--co-owners", type=lambda text: int(text) if text.isdigit() else text, help=shared,
         choices=("auto", "off", 2, 4, 8))  # fmt: skip
+    parts = "parts of the mesh that compute each matrix by themselves (default: as the step says)"
+    add("--redundancy", type=positive(int), metavar="N", help=parts)
     add("--solver", help="auto (default), milp, greedy or round_robin")
     limit = "bound on the solver (default: that of PlannerOptions)"
     add("--time-limit", type=positive(float), metavar="SECONDS", help=limit)
@@ -176,6 +178,7 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     given = {
         "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": args.co_owners,
         "owner_memory_bytes": args.memory, "ranks_per_node": ranks_per_node,
+        "redundancy": args.redundancy,
     }  # fmt: skip
     options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})
     costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)

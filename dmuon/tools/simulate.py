@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dmuon.config import BUCKET_BYTES, ShardedOptions
+from dmuon.config import ShardedOptions
 from dmuon.report.render import grid, percent, printed
 from dmuon.scheduler import simulate as sim
 from dmuon.scheduler.json_files import write_text
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     naive = "naive: each rank gathers and orthogonalizes everything (default: %(default)s)"
     add("--against", choices=("adamw", "naive"), default="adamw", help=naive)
-    add("--advise", action="store_true", help="also simulate other layouts, periods and buckets")
+    other = "also simulate other layouts, periods and redundancies"
+    add("--advise", action="store_true", help=other)
     fits = "with --advise: most weights, gradients and state of a rank (default: %(default)s)"
     add("--fits", type=memory_bytes, default="60GiB", metavar="SIZE", help=fits)
     add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
@@ -158,8 +159,9 @@ class Setting:
 
 def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
     """What a script does, but for the period."""
-    sharing, size = given.co_owners, given.bucket
-    asked = [f'"planner": dmuon.PlannerOptions(co_owners={sharing!r})'] * bool(sharing)
+    size, names = given.bucket, ("co_owners", "redundancy")
+    planning = [f"{name}={value!r}" for name in names if (value := getattr(given, name))]
+    asked = [f'"planner": dmuon.PlannerOptions({", ".join(planning)})'] * bool(planning)
     asked += [f'"options": dmuon.ShardedOptions(bucket_bytes={size})'] * bool(size)
     more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
@@ -246,8 +248,8 @@ _LOSS = (
 
 def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
     """Layouts and HSDP's splits that fit, sharded ones with P = 1 and the period that is enough,
-    fastest first; then what co-owners and other buckets would do to the first sharded one with P =
-    1. With why."""
+    fastest first; then what co-owners and other redundancies would do to the first sharded one with
+    P = 1. With why."""
     found, shards = list[tuple[Setting, str]](), list[tuple[Setting, dict[str, Any]]]()
     for way in _ways(args):
         if (one := Setting.of(args, **way)).memory > args.fits:
@@ -263,16 +265,15 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
     if not shards or math.prod(args.mesh) == 1:
         return found
     best, way = min(shards, key=lambda pair: pair[0].ms)
-    size = args.bucket or BUCKET_BYTES
-    more: dict[str, dict[str, Any]] = {
-        "co-owners": {"co_owners": "auto"},
-        "half buckets": {"bucket": size // 2},
-        "buckets of four": {"bucket": 4 * size},
-    }
+    more: dict[str, dict[str, Any]] = {"co-owners": {"co_owners": "auto"}}
+    if (replicas := best.job.groups.replicas.ranks) > 1:
+        more["each matrix once"] = {"redundancy": 1}
+        more["all in each replica"] = {"redundancy": replicas}
     for name, changed in more.items():
         one = Setting.of(args, **way | changed)
         gain = 1 - one.ms / best.ms
-        why = f"saves {percent(gain, '.1%')}" if gain > 0.002 else "saves nothing"
+        why = f"{'saves' if gain > 0 else 'costs'} {percent(abs(gain), '.1%')}"
+        why = why if abs(gain) > 0.002 else "changes nothing"
         found.append((replace(one, name=f"{best.name}, {name}"), why))
     return found
 
@@ -301,7 +302,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
             split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
             ways.append(flat | {"layout": "sharded"} | split)
     if args.ep == args.tp == 1:
-        alone = {"co_owners": None, "bucket": None, "is_late": False}
+        alone = {"co_owners": None, "redundancy": None, "bucket": None, "is_late": False}
         names = LAYOUTS[1:] if world > 1 else LAYOUTS[1:2]  # one process needs no other
         ways = ways[world == 1 :] + [flat | alone | {"layout": name} for name in names]
         if 1 < nodes < world:

@@ -465,6 +465,7 @@ ON_TWO = [
         ("replicated (DDP, reduce_to_owner)", "", "2"),
         ("replicated (reduce_to_owner)", "", "2"),
     ),
+    ("replicated (DDP)", "redundancy 2", "2"),
     ("sharded", "fsdp2", "2 dp"),
     ("sharded", "tp", "2 tp"),
     *[("sharded (2 co-owners)", "fsdp2", "2 dp")] * 2,

@@ -194,6 +194,6 @@ def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
         step_of(pair)
         seconds, collectives = clock.now - begin, len(pair.events)
     assert collectives >= (2 if mesh == (2,) else 1) * buckets + 2
-    # What is left are dependencies: the norms, the first gather, and a scatter for every two
-    # buckets, which wait for their slots.
-    assert 3 <= seconds <= 2 + buckets / 2, (seconds, collectives)
+    # What is left are dependencies: the norms, the first gather, and at least one scatter, as small
+    # buckets have slots for all.
+    assert seconds == (3 if mesh == (2,) else 2), (seconds, collectives)
