@@ -66,7 +66,8 @@ class Device:
     def name(self) -> str:
         """The hardware, and how much of it this process has: what measurements are kept under."""
         module = torch.get_device_module(self.device)
-        found = getattr(module, "get_device_name", None) if module.is_available() else None
+        is_there = getattr(module, "is_available", lambda: True)()
+        found = getattr(module, "get_device_name", None) if is_there else None
         return self.device.type if found is None else str(found(self.device))
 
     def ns_dtype(self) -> torch.dtype:

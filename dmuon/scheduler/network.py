@@ -347,7 +347,7 @@ def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone:
 _GAIN = 0.02  # of the optimizer's part of a step: by less nothing is changed
 _SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # that are computed in each part
 _SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # of buckets, in bytes
-_MOST_LOOKED_AT = 200_000  # matrices of plans that are simulated
+_MOST_LOOKED_AT, _MOST_SIMULATED = 200_000, 3_000  # matrices, in all plans and of a model
 
 
 def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Parts]:
@@ -468,12 +468,15 @@ def planned(
     note = f"redundancy 1, because {differ}" if differ and redundancy != 1 and parts else ""
     redundancy = 1 if note or options.co_owners != "off" else redundancy
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
-    try:
+    machine: sim.Machine | None = None
+    with suppress(PlanError):  # nothing is known of links
         machine = sim.Machine.of(costs, topology)
-    except PlanError:  # nothing is known of links
+    is_large = len(specs.matrices) > _MOST_SIMULATED  # of which one plan takes seconds
+    if machine is None or (is_large and not (parts and redundancy == "auto")):
         return _noted(make(start, solver), note)
 
     def job(plan: OwnershipPlan) -> sim.Job:
+        assert machine is not None
         return job_of(plan, shards, costs, machine, None, asked)
 
     def ms_of(plan: OwnershipPlan) -> float:
@@ -484,10 +487,10 @@ def planned(
     quick = "round_robin" if solver == "round_robin" else "greedy"
     free, sizes = parts if redundancy == "auto" else {}, _SIZES if is_free else ()
     search = Search(start, partial(make, by=quick), ms_of, free, most)
-    search.run(sizes)
+    search.run(() if is_large else sizes)
     # Whichever solver is the best by makespan, the step decides.
     best, plan = search.best, make(search.best)
-    if solver == "auto":
+    if solver == "auto" and not is_large:
         with suppress(PlanError):  # of a memory cap that it does not fit
             in_turn = partial(make, by="round_robin")
             other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, most)

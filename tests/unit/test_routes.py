@@ -15,9 +15,8 @@ from dmuon.comm.buckets import (
     Slices,
     allocate,
     gradient_bucket,
-    publish_buckets,
 )
-from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
+from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, publish_buckets, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError, runs_of
