@@ -100,12 +100,14 @@ def contender(
         if layout == "replicated":
             frugal = not is_ddp or "reduced" in name
             plan["options"] = dmuon.ReplicatedOptions(reduce_to_owner=frugal)
+            plan["planner"] = dmuon.PlannerOptions(redundancy=1 if "once" in name else "auto")
         else:
             muon = {"publish": name.split()[1]} | muon
         return Training.of_muon(model, shape, plan, ns_dtype=dtype, **muon)
     if name == "local":
         return Training(model, shape, [])
-    kind = KINDS[layout][name]
+    kinds = KINDS[layout]
+    kind = kinds[name if name in kinds else name.removesuffix(", DDP")]
     if kind is None:
         return Training(model, shape, [torch.optim.AdamW(params, foreach=True)])
     baseline = kind([p for p in params if p.ndim == 2], ns_dtype=dtype)

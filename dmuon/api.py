@@ -37,11 +37,10 @@ from dmuon.comm.process_groups import attempt_in_all, solve_on_first
 from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.measure import measured_costs, measured_slices, on_links
+from dmuon.measure import measured_costs, on_links
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
-from dmuon.scheduler.costs import CostTable, Link, analytic_class, resolve_costs
-from dmuon.scheduler.network import planned
+from dmuon.scheduler.costs import CostTable, analytic_class, resolve_costs
+from dmuon.scheduler.network import parts_of, planned
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap, shard_map
@@ -223,8 +222,7 @@ def log_plan(plan: OwnershipPlan, seconds: float, why: str = "") -> None:
     log.debug("owners by %s (%s, %.2f s); costs: %s", *found, plan.cost_source)
     kernels = Counter(batch.kernel or "chosen by shape" for batch in plan.batches)
     told = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
-    shared = sum(len(batch.matrices) for batch in plan.batches if batch.co_owners)
-    log.debug("kernels (batches): %s; matrices with co-owners: %d", told, shared)
+    log.debug("kernels (batches): %s", told)
 
 
 def assemble(
@@ -244,13 +242,14 @@ def assemble(
         # Everything that can be wrong on one rank is found here.
         inspect = partial(_inspect, given, request, transport, topology)
         found = attempt_in_all([transport], inspect, what=what, digest=_Found.text)
-        if found.held is not None:
-            found.held = replace(found.held, device=devices.of(found.device).name())
-            found.reports = transport.gather_objects(found.held)
-            kinds = Counter(report.device for report in found.reports)
-            if len(kinds) > 1:
-                each = ", ".join(f"{bits} ({count})" for bits, count in sorted(kinds.items()))
-                found.differ = f"ranks would not compute the same bits: {each}"
+        found.held = replace(found.held, device=devices.of(found.device).name())
+        found.reports = transport.gather_objects(found.held)
+        kinds = Counter(report.device for report in found.reports)
+        if len(kinds) > 1:
+            each = ", ".join(f"{bits} ({count})" for bits, count in sorted(kinds.items()))
+            found.differ = f"ranks would not compute the same bits: {each}"
+        if found.layout is Layout.REDUCED:
+            found.shards = shard_map(found.specs, found.reports)
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
             found.shards = shards = shard_map(found.specs, found.reports)
@@ -260,9 +259,8 @@ def assemble(
                 found.plan = refitted(given.before.plan, found.specs, found.limits)
         if found.plan is not None:
             found.plan = fitted_plan(found.plan, found.specs, found.topology, found.layout)
-            _check_domains(found.plan, found.limits)
-        found.planner, new_group = _planner(found), new_group or transport.subgroup
-        plan = _priced_plan(found, new_group)
+            _check_owners(found.plan, found.limits, found.shards, found.differ)
+        new_group, plan = new_group or transport.subgroup, _priced_plan(found)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
@@ -279,7 +277,7 @@ def assemble(
     return Ownership(plan, runtime, given.inner, request)
 
 
-def _priced_plan(found: _Found, new_group: process_groups.NewGroup) -> OwnershipPlan:
+def _priced_plan(found: _Found) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
     request = found.request
     if found.plan is not None or request.costs != "measured":
@@ -294,13 +292,7 @@ def _priced_plan(found: _Found, new_group: process_groups.NewGroup) -> Ownership
     is_asked = found.planner.links == "measured" and found.transport.world > 1
     if costs.entries and found.shards is not None and is_asked:
         costs = on_links(costs, found.transport, found.device, found.planner, found.topology)
-    if not costs.entries or found.planner.co_owners == "off":
-        return _plan_by(costs, found)
-    # Would it pay to share matrices if exchanges were free? Only then they are measured.
-    plan = _plan_by(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))), found)
-    if not plan.has_co_owners:
-        return replace(plan, shared_prices=(), shared_ms=None)
-    return _plan_by(_with_slices(costs, plan, found, new_group), found)
+    return _plan_by(costs, found)
 
 
 def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
@@ -327,29 +319,6 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
     return attempt_in_all([found.transport], read, what=what, digest=digest)
 
 
-def _with_slices(
-    costs: CostTable, free: OwnershipPlan, found: _Found, new_group: process_groups.NewGroup
-) -> CostTable:
-    """Measured costs with those of the slices of what ``free`` shares; a collective call."""
-    shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
-    transport, every = found.transport, range(found.transport.world)
-    groups: dict[int, Transport | None] = {}
-    asked, sizes = found.planner.co_owners, {row.co_owners for row in free.shared_prices}
-    with ExitStack() as done:
-        for k in sorted(sizes if asked == "auto" else sizes & {asked}):
-            blocks = blocks_of(every, free.topology, k)
-            left = tuple(sorted(set(every).difference(*blocks)))
-            group = new_group([*blocks, left] if left else blocks)
-            done.callback(group.close)
-            groups[k] = None if transport.rank in left else group
-        keys = [free.specs.matrices[i].key for i in shared]
-        return measured_slices(
-            transport, costs, keys, groups, found.device, found.planner,
-            kernels=found.request.kernels, ns_dtype=found.request.ns_dtype,
-            batch_bytes=found.batch_bytes,
-        )  # fmt: skip
-
-
 # ---- what this rank finds in the model ---------------------------------------------------
 
 
@@ -366,7 +335,7 @@ class _Found:
     options: Options
     specs: ModelSpecs
     topology: Topology
-    held: RankShards | None
+    held: RankShards
     planner: config.PlannerOptions
     plan: OwnershipPlan | None
     reports: Sequence[RankShards] = ()
@@ -475,11 +444,10 @@ def _inspect(
     mesh = topology()
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
-    held = None
-    if layout is Layout.REPLICATED:
+    if layout in (Layout.REPLICATED, Layout.REDUCED):
         rank, world = transport.rank, transport.world
         held = RankShards.of(rank, [dtensors.replica(p, rank, world) for _, p in named])
-    elif layout is not Layout.REDUCED:
+    else:
         rank = dist.get_rank() if process_groups.is_initialized() else 0
         held = RankShards.of(rank, [dtensors.local_shard(n, p, rank) for n, p in named])
     found = _Found(
@@ -599,42 +567,33 @@ def _check_request(request: Request) -> None:
             )
 
 
-def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
-    """A saved plan must let the same ranks own each matrix as the model's shards do."""
+def _check_owners(
+    plan: OwnershipPlan, limits: OwnerLimits | None, shards: ShardMap | None, differ: str
+) -> None:
+    """A saved plan must let the same ranks own each matrix as the model's shards do, and several
+    compute one only as planning would."""
+    if differ and any(batch.copies for batch in plan.batches):
+        raise PlanError(
+            f"in the saved plan several ranks compute a matrix, and {differ}: plan anew"
+        )
     domain_of = limits.domain_of if limits else ()
     for batch in plan.batches:
         for i in batch.matrices:
-            name = plan.specs.matrices[i].name
+            name, ranks = plan.specs.matrices[i].name, batch.copies
             domain = limits.domains[domain_of[i]] if limits and domain_of else batch.ranks
             for rank in set(batch.ranks).difference(domain):
                 raise PlanError(
                     f"in the saved plan rank {rank} owns {name!r}, which only ranks "
                     f"{list(domain)[:8]} hold in this model: plan anew"
                 )
-            is_cut = can_be_shared(plan.specs, plan.specs.matrices[i])
-            if batch.co_owners and (plan.layout.keeps_state_at_owners or not is_cut):
-                why = "has columns of several dims" if not is_cut else "lies with one owner"
+            ways = parts_of(shards.replicas(i), plan.topology) if shards and ranks else []
+            ways = [way for way in ways if len(way) == len(ranks)]
+            each = [all(len({*part} & {*ranks}) == 1 for part in way) for way in ways]
+            if ranks and not any(each):
                 raise PlanError(
-                    f"in the saved plan {name!r} has co-owners, but it {why}: plan anew"
+                    f"in the saved plan ranks {list(ranks)[:8]} compute {name!r} each, "
+                    "which are not one of each part of this mesh: plan anew"
                 )
-
-
-def _planner(found: _Found) -> config.PlannerOptions:
-    """Without co-owners if they cannot run these kernels, or would change their bits."""
-    planner, kernels = found.planner, found.request.kernels
-    if not kernels.is_fixed and kernels.method != "standard":
-        return planner
-    plan, asked = found.plan, f"co_owners={planner.co_owners}"
-    if plan is not None:
-        asked = "a saved plan in which ranks share matrices"
-    if isinstance(planner.co_owners, int) if plan is None else plan.has_co_owners:
-        raise PlanError(
-            f"{asked} and kernels=KernelOptions(method={kernels.method!r}, "
-            f"backend={kernels.backend!r}): co-owners run the Gram form, in an order of sums that "
-            "depends on their number, so an update would not have the same bits on every mesh. "
-            "Leave one of the two out"
-        )
-    return replace(planner, co_owners="off")
 
 
 def _runtime(
@@ -649,13 +608,17 @@ def _runtime(
         process_groups.start_from_first(zip(tensors, repeat(transport)))
     if isinstance(options, config.ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
-        made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
+        sets = {tuple(range(transport.world))}
+        peers = open_peers(sets, plan.topology, transport, new_group, found.device)
+        how = transport, options, found.given.ddp, peers
+        made = partial(ReducedRuntime, plan, model, named, *how)
     elif not isinstance(options, config.DedicatedOptions):
         options = _sharded(options)
         assert found.shards is not None
         device = dtensors.compute_device(named)
         connect(transport, device)
-        at = device, open_peers(plan, found.shards, transport, new_group, device)
+        sets = found.shards.partner_sets(plan.copies, plan.topology)
+        at = device, open_peers(sets, plan.topology, transport, new_group, device)
         made = partial(ParamsRuntime, plan, found.shards, model, named, transport, options, *at)
     else:
         assert model is not None

@@ -81,7 +81,6 @@ def _is_rate(value: Any) -> bool:
     return 0.0 <= float(value) < math.inf
 
 
-_CO_OWNERS = "auto", "off", 2, 4, 8
 FINITE = Allowed("a finite number >= 0", _number, _is_rate)
 RATE = Allowed("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Allowed("a number > 0", _number, lambda value: value > 0)
@@ -129,7 +128,6 @@ REDUNDANCY = Allowed(
     lambda value: value if value == "auto" else _integer(value),
     lambda value: value == "auto" or value >= 1,
 )
-CO_OWNERS = Allowed("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
 FINITE_PERIOD = Allowed("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
 PERIOD_OF_STEP = Allowed(
     "a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1
@@ -218,11 +216,6 @@ class PlannerOptions(_Checked):
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
 
-    ``co_owners``: how many neighbouring ranks share a matrix, a slice of its longer dim each
-    (docs/co-owners.md). "off": every matrix has one owner, and the report says what "auto" would
-    gain. "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more than 5% faster;
-    a number shares all that can be shared by so many.
-
     ``redundancy``: how many parts of the mesh orthogonalize a matrix by themselves, so that nothing
     is published across them: 1, the number of replicas (HSDP), of nodes or of ranks (DDP). "auto":
     for each matrix what makes the simulated step shortest. ``links``: the network that this
@@ -235,7 +228,6 @@ class PlannerOptions(_Checked):
     profile_budget_s: float = _default(10.0, POSITIVE)
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
-    co_owners: Literal["auto", "off", 2, 4, 8] = _default("off", CO_OWNERS)
     redundancy: Literal["auto"] | int = _default("auto", REDUNDANCY)
     links: str = _default("measured", TEXT)
 

@@ -21,31 +21,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dmuon import devices
 from dmuon.comm.process_groups import attempt_in_all
-from dmuon.comm.transport import Transport, Work
+from dmuon.comm.transport import Transport
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch
 from dmuon.kernels import choice as choosing
 from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import Speeds, backend_version, candidates, fixed_choice, why_not
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
-from dmuon.kernels.ops import SUM_DTYPE, Peers
-from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.rule import Hyper, Rule
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import (
     BATCH_NUMEL,
     NIC_SHARE,
     CostTable,
-    Link,
     Rates,
     canonical_key,
     largest_batch,
@@ -62,7 +59,6 @@ _MIN_TIMES = 5  # medians are of at least so many, where that is quick
 _FEW_PASSES = 2  # where it is not
 _STABLE = 0.05  # of the median, between the quartiles
 _PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
-_EXCHANGE_SHARE = 0.1  # of the budget may go into exchanges, but for the small ones
 _CHOICE_MS = 20.0  # of running the kernels of one case are quick
 _LOST = 1.2  # times as long as the fastest: another pass would change nothing
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
@@ -75,23 +71,15 @@ ERROR_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, t
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``. Of these
-    matrices each of ``co_owners`` ranks has a slice; ``split``: see `ops.SliceOps`."""
+    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``."""
 
     key: ShapeKey
     batch: int
     count: int = 1
-    co_owners: int = 1
-    split: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.batch, self.key[0], -(-self.key[1] // self.co_owners)
-
-    @property
-    def row(self) -> ShapeKey | costs.SliceKey:
-        """Its key in a `CostTable`."""
-        return self.key if self.co_owners == 1 else (*self.key, self.co_owners, self.split)
+        return self.batch, *self.key[:2]
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
@@ -148,8 +136,7 @@ class Pace:
         """Whether this number of runs is expected to end after the deadline."""
         ms = self.known.get(case)
         if ms is None:
-            wholes = {Case(other.key, other.batch): ms for other, ms in self.known.items()}
-            table = replace(self._model, entries=_by_row(wholes))
+            table = replace(self._model, entries=_by_row(self.known))
             ms = table.batch_ms(case.key, case.batch)
         return runs * ms / 1e3 > deadline - self.clock()
 
@@ -275,10 +262,6 @@ class OwnerTimer:
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self.sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
-        self._allocate(fitting)
-        return fitting
-
-    def _allocate(self, fitting: Sequence[Run]) -> None:
         self._runner.reserve([self._call(*run) for run in fitting])
         # An own generator, explicit devices and dtypes: the user's defaults do not matter.
         generator = devices.of(self.device).generator(0)
@@ -287,6 +270,7 @@ class OwnerTimer:
             grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
             grads.uniform_(-1, 1, generator=generator)
             self._memory[dtype] = grads, torch.zeros_like(grads)
+        return fitting
 
     def _bytes(self, case: Case, kernel: str) -> int:
         item = getattr(torch, case.key[2]).itemsize
@@ -341,38 +325,6 @@ class OwnerTimer:
             self._runner.run(call, operand)
 
         return self._timed(update)
-
-
-class SliceTimer(OwnerTimer):
-    """Times a co-owner's products on its slices, without exchanges."""
-
-    def _allocate(self, fitting: Sequence[Run]) -> None:
-        def alone(to: Tensor, source: Tensor, tag: str) -> Work:
-            """Receives what it sends, because times may depend on values."""
-            return Transport().all_to_all(to, source, [], [], tag=tag)
-
-        most = max((math.prod(case.shape) for case, _ in fitting), default=0)
-        self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
-        self._values.normal_(generator=devices.of(self.device).generator(0))
-        work = torch.empty_like(self._values)
-        self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
-        for case, kernel in fitting:
-            x = work[: math.prod(case.shape)].view(case.shape)
-            call = SliceCall(self._call(case, kernel), Peers(0, case.co_owners, alone), case.split)
-            self._slices[case] = [(call, x)]
-        self._runner.reserve([], [], self._slices.values())
-
-    def _bytes(self, case: Case, kernel: str) -> int:
-        b, rows, width = case.shape
-        # A slice twice; squares, parts of sums and messages, in float32 at most.
-        return 4 * b * (2 * rows * width + 10 * rows * rows)
-
-    def _once(self, case: Case, kernel: str) -> Stopwatch:
-        calls = self._slices[case]
-        x = calls[0][1]
-        x.copy_(self._values[: x.numel()].view(x.shape))
-        norms = torch.full(case.shape[:1], math.sqrt(math.prod(case.key[:2])), device=self.device)
-        return self._timed(lambda: self._runner.run_together(calls, [norms]))
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -705,124 +657,6 @@ def measured_costs(
     return table
 
 
-# ---- co-owners ---------------------------------------------------------------------------
-
-
-def measured_slices(
-    transport: Transport,
-    table: CostTable,
-    keys: Iterable[ShapeKey],
-    groups: Mapping[int, Transport | None],
-    device: torch.device,
-    options: PlannerOptions,
-    *,
-    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
-    ns_dtype: str | torch.dtype = "auto",
-    batch_bytes: int = BATCH_BYTES,
-) -> CostTable:
-    """``table`` with the costs of co-owners for slices of matrices with these keys: products, and
-    exchanges, never cached, in each of ``groups`` by the number of co-owners (None: this rank is in
-    no such set). A collective call as `measured_costs`."""
-    keys = list(keys)
-    session = _Session(transport, device, options, kernels, ns_dtype, table.momentum, keys)
-    dtype, old = session.ns_dtype, session.old
-    on_cpu = devices.of(device).is_cpu
-    most = 1 if on_cpu else options.max_batch  # a CPU multiplies slices matrix by matrix
-    cases = [
-        replace(case, co_owners=k, split=split)
-        for k, split in product(groups, (False, True))
-        for case in cases_of(keys, most, k * batch_bytes // dtype.itemsize)
-        if k <= case.key[1]
-    ]
-    names = {case: table.slice_kernel(case.key) for case in cases}
-    cached = _of_cases(old.slices, cases)
-    make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
-    model = replace(session.model, entries=table.entries)
-    times = session.times(names, cached, make, model, "dmuon measures slices")
-    slices = _by_row({case: ms for case, ms in times.items() if ms < math.inf})
-
-    def contention() -> float:
-        """How much longer the costliest matrix takes while all ranks work than while one does."""
-        if transport.rank != 0 or not slices or not on_cpu:
-            return 1.0
-        if len(cached) == len(cases):
-            return old.contention
-        key = max((key[:3] for key in slices), key=lambda key: table.batch_ms(key, 1))
-        timer = OwnerTimer(device, dtype, momentum=table.momentum, options=kernels)
-        runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
-        times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
-        return max(1.0, table.batch_ms(key, 1) / statistics.median(times)) if times else 1.0
-
-    shared = replace(
-        table,
-        slices=slices,
-        # Half a square, in float32 at most.
-        links=_links(session, groups, device, 2 * max(min(key[:2]) for key in keys) ** 2),
-        ns_item=dtype.itemsize,
-        sum_item=SUM_DTYPE.get(dtype, dtype).itemsize,
-        contention=session.exchanged(contention)[0],
-    )
-    session.write(replace(shared, links={}, kernels={}, entries={}))
-    return shared
-
-
-_EXCHANGED = (1 << 12, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes that a rank sends
-_ALWAYS = 3  # of them; larger ones where such are used, and as long as the budget lasts
-
-
-def _links(
-    session: _Session, groups: Mapping[int, Transport | None], device: torch.device, most: int
-) -> dict[int, Link]:
-    """The speed of exchanges of up to ``most`` bytes in the slowest group, by co-owners."""
-    found: dict[int, list[float]] = defaultdict(list)
-    sizes, left_ms = list[int](), 1e3 * _EXCHANGE_SHARE * session.budget_s
-    for number, nbytes in enumerate(_EXCHANGED):
-        runs = 2 * PASSES if number < _ALWAYS else _MIN_TIMES + 1
-        # By the times of all ranks, so that all go on, or none.
-        late = number and sum(ms[-1] for ms in found.values()) * runs * nbytes / sizes[-1] > left_ms
-        if number >= _ALWAYS and (sizes[-1] >= most or late):
-            break
-        by_rank = session.exchanged(partial(_exchange_ms, groups, device, nbytes, runs))
-        for k in groups:
-            if slowest := [ms[k] for ms in by_rank if k in ms]:
-                found[k].append(max(slowest))
-                left_ms -= runs * found[k][-1]
-        sizes.append(nbytes)
-    return {k: _fitted(ms, sizes) for k, ms in found.items()}
-
-
-def _exchange_ms(
-    groups: Mapping[int, Transport | None], device: torch.device, nbytes: int, runs: int
-) -> dict[int, float]:
-    """Mean milliseconds of an exchange of so many bytes a rank, in each group of this rank's."""
-    found = {}
-    for k, group in groups.items():
-        if group is None:
-            continue
-        splits, times = [nbytes // (group.world - 1)] * group.world, []
-        sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
-        came = torch.empty_like(sent)
-        for _ in range(runs):
-            watch = Stopwatch(device)
-            watch.start()
-            group.all_to_all(came, sent, splits, splits, tag="measuring").wait()
-            watch.stop()
-            times.append(watch.milliseconds())
-        found[k] = statistics.fmean(times[1:])  # a median would forget the tail, which counts
-    return found
-
-
-def _fitted(ms: Sequence[float], sizes: Sequence[int]) -> Link:
-    """Latency and bandwidth of exchanges of these sizes, by a least-squares fit of relative errors.
-
-    >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], _EXCHANGED)
-    >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
-    (0.5, 1000.0)
-    """
-    slope, latency = np.polyfit(np.array(sizes), ms, 1, w=1 / np.array(ms))
-    return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
-
-
 # ---- links -------------------------------------------------------------------------------
 
 _FEW_BYTES, _MOST_BYTES, _ENOUGH_S = 1 << 12, 1 << 26, 0.03  # of an exchange
@@ -951,17 +785,17 @@ class _Links:
         return inside, across, *passes, self.seconds(call) / calls, turn_s, sent_s
 
 
-def _by_row(values: Mapping[Case, T]) -> dict[Any, dict[int, T]]:
-    """As a `CostTable` has values: by shape (and slice) and batch size."""
-    found: dict[Any, dict[int, T]] = defaultdict(dict)
+def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
+    """As a `CostTable` has values: by shape and batch size."""
+    found: dict[ShapeKey, dict[int, T]] = defaultdict(dict)
     for case, value in values.items():
-        found[case.row][case.batch] = value
+        found[case.key][case.batch] = value
     return dict(found)
 
 
-def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
+def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
     """The inverse of `_by_row`, for these cases."""
-    return {c: table[c.row][c.batch] for c in cases if c.batch in table.get(c.row, ())}
+    return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
 
 
 class ProgressLine:

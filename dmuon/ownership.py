@@ -116,8 +116,8 @@ class Ownership:
         return build_report(self.plan, self.telemetry.measured_ms(), name)
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
-        """The mesh rank that owns a matrix (of co-owners the first), by its name or its
-        parameter's; for a parameter of several matrices one per matrix. KeyError for others."""
+        """The mesh rank that owns a matrix, by its name or its parameter's;
+        for a parameter of several matrices one per matrix. KeyError for others."""
         name, specs = canonical_name(fqn), self.plan.specs
         owned = [*zip(specs.matrices, self.plan.owners, strict=True)]
         if whole := [owner for m, owner in owned if m.name == name]:

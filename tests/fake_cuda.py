@@ -447,7 +447,7 @@ def rank_of(
         transport = _Transport(world, mesh, reports, sent)
         request = Request(
             "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
-            solver="greedy", planner=dmuon.PlannerOptions(co_owners="off"), mesh=mesh,
+            solver="greedy", mesh=mesh,
         )  # fmt: skip
         assemble(
             Given(model),

@@ -177,6 +177,7 @@ CASES: dict[str, Layout] = {
     **SMALL,
     "dedicated3": on("dedicated", 3),
     "dedicated4": on("dedicated", 4),
+    "ddp on nodes": on("ddp", 4),  # two of two ranks
 }
 
 
@@ -184,8 +185,11 @@ def training_of(name: str, changes: dict[str, Any], timeout_s: float) -> Trainin
     """A model and its optimizer, with short timeouts."""
     case = CASES[name]
     if not case.own:
-        kind = dmuon.ReplicatedOptions if name == "ddp" else dmuon.ShardedOptions
-        changes = {"dedicate": {"options": kind(timeout_s=timeout_s)}, **changes}
+        kind = dmuon.ReplicatedOptions if name.startswith("ddp") else dmuon.ShardedOptions
+        dedicate: dict[str, Any] = {"options": kind(timeout_s=timeout_s)}
+        if "nodes" in name:
+            dedicate["planner"] = dmuon.PlannerOptions(ranks_per_node=2, redundancy=1)
+        changes = {"dedicate": dedicate, **changes}
     else:
         options = replace(case.own.get("options", dmuon.DedicatedOptions()), timeout_s=timeout_s)
         case = replace(case, own={**case.own, "options": options})
@@ -483,7 +487,7 @@ FAULTS = [
     *_of("gather", "hsdp", "tp"),
     *_of("scatter", "fsdp4", "tp"),
     *_of("replicate", "hsdp"),
-    *_of("updates", "ddp", "reduce_to_owner"),
+    *_of("updates", "ddp", "ddp on nodes", "reduce_to_owner"),
     *_of("telemetry", "fsdp2"),
     *_of("weights of forward", "dedicated", "dedicated hsdp"),
     *_of("weights of backward", "dedicated fsdp"),
@@ -491,6 +495,7 @@ FAULTS = [
     Fault("waiting for scatter", "fsdp2", ASYNC),
     Fault("updates", "ddp", ASYNC),
     Fault("waiting for updates", "ddp", ASYNC),
+    *_of("waiting for updates", "ddp on nodes"),
     Fault("waiting for publish", "dedicated hsdp", ASYNC),
     *_of("planning: process group", "fsdp4", "dedicated"),
     *_of("planning: agreement", "tp", "dedicated hsdp"),
@@ -510,6 +515,7 @@ FAULTS = [
     *(Fault("forward", layout, hangs=True) for layout in LAYOUTS),
     Fault("norms", "hsdp", hangs=True),
     Fault("updates", "ddp", hangs=True),
+    Fault("updates", "ddp on nodes", hangs=True),
     Fault("verdict", "dedicated hsdp", hangs=True),
     Fault("planning: agreement", "fsdp2", hangs=True),
     Fault("planning: device", "ddp", hangs=True),

@@ -283,6 +283,11 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 # ---- memory ----------------------------------------------------------------------------------
 
 
+def rooms(sizes: Sequence[tuple[int, torch.dtype]]) -> list[int]:
+    """Bytes of each of these in `allocate`."""
+    return [math.ceil(numel * dtype.itemsize / 64) * 64 for numel, dtype in sizes]
+
+
 def allocate(
     sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
@@ -292,7 +297,7 @@ def allocate(
     >>> whole.nbytes, parts[1].storage_offset(), parts[1]
     (128, 16, tensor([0., 0.]))
     """
-    room = [math.ceil(numel * dtype.itemsize / 64) * 64 for numel, dtype in sizes]
+    room = rooms(sizes)
     whole = torch.zeros(sum(room), dtype=torch.uint8, device=device)
     parts = [
         part[: numel * dtype.itemsize].view(dtype)

@@ -4,13 +4,13 @@ where every rank has whole weights (ZeRO-1).
 ::
 
     backward   gradients ---reduce---> owners     those of adamw ---all-reduce---> p.grad everywhere
-    step       owner: momentum, Newton-Schulz, then    its update ---broadcast---> every rank
+    step       owner: momentum, Newton-Schulz, then    its updates ---all-gather---> every rank
     forward    before a block runs: wait for the updates of its matrices and apply them
 
-A broadcast carries what is published of some units of one owner and, behind it, the RMS of each
-update, so that every rank can report it without another collective::
+A bucket of updates has a share of each owner: what is published of its units and, behind it, the
+RMS of each update, so that every rank can report it without another collective::
 
-    | unit 3 [b, m, n] | unit 7 [b, m, n] | rms [b3 + b7] |
+    | unit 3 [b, m, n] | unit 7 [b, m, n] | rms [b3 + b7] | unit 4 [b, m, n] | rms [b4] | ...
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from dmuon.comm import reducer as reduction
-from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket
+from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, rooms
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
+from dmuon.comm.pipeline import Turns
 from dmuon.comm.process_groups import ProcessGroups
+from dmuon.comm.routes import turns_of
 from dmuon.comm.transport import Transport, Work
-from dmuon.config import BUCKET_BYTES, ReplicatedOptions
+from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
-from dmuon.scheduler.plan import OwnershipPlan, Unit, publish_buckets, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, buckets_of, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
-from dmuon.types import DmuonError, runs_of
+from dmuon.types import DmuonError, grouped, runs_of
 
 # (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
 # (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
@@ -167,7 +169,7 @@ class OwnersRuntime(LayoutRuntime):
 
 @dataclass(slots=True)
 class _Published:
-    """A unit in a broadcast, and views of the parameters that its update is applied to."""
+    """A unit in a bucket, and views of the parameters that its update is applied to."""
 
     unit: Unit
     payload: Tensor  # [b, m, n]
@@ -180,14 +182,16 @@ class _Published:
 
 
 @dataclass(slots=True)
-class _Broadcast:
-    """A bucket of updates. ``buffer`` has memory from a step to the next backward."""
+class _Bucket:
+    """A bucket of updates. ``buffer`` has memory from a step to the next backward; ``rms`` lie in
+    it, by owner, and ``seen`` are those that were published last."""
 
-    owner: int
     units: list[_Published]
     buffer: Buffer
-    rms: Tensor
-    seen_rms: Tensor  # as last published
+    turns: Turns
+    rms: list[Tensor]
+    seen: list[Tensor]
+    works: list[Work] = field(default_factory=list)
 
 
 class ReducedRuntime(OwnersRuntime):
@@ -201,6 +205,7 @@ class ReducedRuntime(OwnersRuntime):
         transport: Transport,
         options: ReplicatedOptions,
         ddp: DistributedDataParallel | None,
+        peers: dict[tuple[int, ...], Transport],
     ) -> None:
         groups, device = ProcessGroups.flat(transport), parameters[0].device
         super().__init__(Slices.flat(plan), model, parameters, groups, device)
@@ -208,8 +213,9 @@ class ReducedRuntime(OwnersRuntime):
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
-        self._broadcasts: list[_Broadcast] = []
-        self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
+        self._peers = {tuple(range(transport.world)): transport} | peers
+        self._buckets: list[_Bucket] = []
+        self._pending: dict[int, Apply] = {}  # buckets that were not applied yet
         self._publishing = record_function("dmuon::publish")
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -229,27 +235,41 @@ class ReducedRuntime(OwnersRuntime):
             gradient_bucket(self.slices, members, adamw, 0, reduced)
             for members in runs_of(order, nbytes, options.bucket_bytes)
         ]
-        dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
-        item = max(dtype.itemsize for dtype in dtypes.values())
-        size = options.publish_bucket_bytes or BUCKET_BYTES
-        for owner, members in publish_buckets(self.units, size, item):
-            units = [self.units[u] for u in members]
-            counts = [len(u.matrices) for u in units]
-            sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]
-            flat, (*payloads, rms) = allocate(sizes, self.device)
-            published = []
-            for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
-                stack = payload.view(unit.shape)
-                parameters = [specs.matrices[i].parameter for i in unit.matrices]
-                views = reduction.unstacker(specs, unit)(stack)
-                published.append(_Published(unit, stack, views, its_rms, parameters))
-            seen = torch.zeros_like(rms)
-            self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
-            self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
-            self._broadcasts[-1].buffer.release()
+        dtypes = [payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units]
+        item = max((dtype.itemsize for dtype in dtypes), default=1)
+        sizes = Sizes.of(ShardedOptions(bucket_bytes=options.publish_bucket_bytes), self.plan)
+        for members in buckets_of(self.units, range(len(self.units)), sizes, item)[0]:
+            self._buckets.append(self._bucket([(self.units[u], dtypes[u]) for u in members]))
         reducer = reduction.GradientReducer(self.parameters, self.process_groups, buckets, owned)
         self.reducer = reducer
         self._install_hooks(reducer)
+
+    def _bucket(self, members: Iterable[tuple[Unit, torch.dtype]]) -> _Bucket:
+        specs, columns = self.plan.specs, self.plan.topology.columns_of(range(self.transport.world))
+        of_owner = grouped((unit.owner, (unit, dtype)) for unit, dtype in members)
+        shares: list[list[tuple[int, torch.dtype]]] = []
+        for owner in chain(*columns):
+            mine = of_owner.get(owner, [])
+            count = sum(len(unit.matrices) for unit, _ in mine)
+            last = [(count, torch.float32)] * bool(mine)
+            shares.append([*((unit.numel, dtype) for unit, dtype in mine), *last])
+        flat, parts = allocate([*chain(*shares)], self.device)
+        turns = turns_of(columns, [sum(rooms(share)) for share in shares], self.transport.rank)
+        made = _Bucket([], Buffer(flat), Turns([(flat, turns)], True), [], [])
+        rest = iter(parts)
+        for owner in filter(of_owner.__contains__, chain(*columns)):
+            units = [unit for unit, _ in of_owner[owner]]
+            stacks, rms = [next(rest).view(unit.shape) for unit in units], next(rest)
+            made.rms.append(rms)
+            made.seen.append(torch.zeros_like(rms))
+            each = (part.split([len(u.matrices) for u in units]) for part in (rms, made.seen[-1]))
+            for unit, stack, own, seen in zip(units, stacks, *each, strict=True):
+                parameters = [specs.matrices[i].parameter for i in unit.matrices]
+                views = reduction.unstacker(specs, unit)(stack)
+                made.units.append(_Published(unit, stack, views, own, parameters))
+                self._rms[unit.matrices[0]] = seen
+        made.buffer.release()
+        return made
 
     def _install_hooks(self, reducer: reduction.GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
@@ -267,13 +287,13 @@ class ReducedRuntime(OwnersRuntime):
                 reducer.finish()
             self._wait_for(needed)
 
-        buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._broadcasts]
+        buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._buckets]
         self._wait_at(wait_points(model), buckets, wait)
 
     def _begin_round(self, reducer: reduction.GradientReducer) -> None:
         """Apply the updates first, because gradients take their memory."""
         self.synchronize()
-        for bucket in self._broadcasts:
+        for bucket in self._buckets:
             bucket.buffer.release()
             for live in bucket.units:
                 live.where = []
@@ -304,8 +324,9 @@ class ReducedRuntime(OwnersRuntime):
     def close(self) -> None:
         self.synchronize()
         self._remove_hooks()
-        self.reducer, self._broadcasts = None, []
-        self.process_groups.close()
+        self.reducer, self._buckets = None, []
+        for peers in self._peers.values():
+            peers.close()
 
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
@@ -326,34 +347,47 @@ class ReducedRuntime(OwnersRuntime):
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
         # Which parameters have a gradient is known alike, so all ranks leave the same buckets out.
-        for b, bucket in enumerate(self._broadcasts):
+        leaving: list[_Bucket] = []
+        for b, bucket in enumerate(self._buckets):
             for live in bucket.units:
                 live.where = self._with_gradients(live.unit)
             if not any(live.where for live in bucket.units):
-                bucket.seen_rms.zero_()
+                torch._foreach_zero_(bucket.seen)
                 continue
             bucket.buffer.hold()
-            for live in bucket.units if bucket.owner == self.transport.rank else ():
-                gradients = reducer.owned.stack(live.unit)
-                self._computed(compute, live.unit, live.where, gradients, live.rms, live.payload)
-            self.meter["updates"] += bucket.buffer.flat.nbytes
-            with self._publishing:
-                work = self.transport.broadcast(bucket.buffer.flat, bucket.owner, tag="updates")
-            self._pending[b] = work, apply
+            for live in bucket.units:
+                if live.unit.owner == self.transport.rank:
+                    gradients = reducer.owned.stack(live.unit)
+                    payload = live.rms, live.payload
+                    self._computed(compute, live.unit, live.where, gradients, *payload)
+            self._pending[b], bucket.turns.sent = apply, 0
+            leaving = self._sent_on([bucket, *leaving])
+        while leaving:
+            leaving = self._sent_on(leaving)
         reducer.clear()
         # The forward that led here read these without passing their wait point.
         assert self._coverage is not None
         self._wait_for(self._coverage.take_missed())
 
-    def _wait_for(self, broadcasts: Iterable[int]) -> None:
-        for b in sorted(self._pending.keys() & broadcasts):
-            bucket, (work, apply) = self._broadcasts[b], self._pending.pop(b)
+    def _sent_on(self, leaving: Sequence[_Bucket]) -> list[_Bucket]:
+        """The next turn of each of these buckets, the last one first; those that have more."""
+        for bucket in leaving:
             with self._publishing:
-                self.meter.wait("scatter", [work])
+                if bucket.turns.sent:
+                    self.meter.wait("scatter", bucket.works)
+                if bucket.turns.sent < len(bucket.turns):
+                    bucket.works += bucket.turns.send(self.transport.rank, self._peers, self.meter)
+        return [bucket for bucket in leaving if bucket.turns.sent < len(bucket.turns)]
+
+    def _wait_for(self, buckets: Iterable[int]) -> None:
+        for b in sorted(self._pending.keys() & buckets):
+            bucket, apply = self._buckets[b], self._pending.pop(b)
+            with self._publishing:
+                self.meter.wait("scatter", bucket.works)
             for live in bucket.units:
                 if live.where:
                     self._apply(live, apply)
-            bucket.seen_rms.copy_(bucket.rms)
+            torch._foreach_copy_(bucket.seen, bucket.rms)
 
     def _apply(self, live: _Published, apply: Apply) -> None:
         pointers = [self.parameters[p].data_ptr() for p in live.parameters]
@@ -366,7 +400,7 @@ class ReducedRuntime(OwnersRuntime):
         apply(live.unit, live.where, targets, [live.views[k] for k in live.where])
 
     def synchronize(self) -> None:
-        self._wait_for(range(len(self._broadcasts)))
+        self._wait_for(range(len(self._buckets)))
 
     def weights(self, unit: Unit) -> list[Tensor]:
         specs = self.plan.specs.matrices
@@ -380,13 +414,13 @@ class ReducedRuntime(OwnersRuntime):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {"outbound": sum(bucket.buffer.nbytes for bucket in self._broadcasts)}
+        return {"outbound": sum(bucket.buffer.nbytes for bucket in self._buckets)}
 
     def published(self) -> dict[str, Tensor]:
         """The last updates, ``[m, n]``, of matrices with a gradient, until the next backward."""
         self.synchronize()
         specs, found = self.plan.specs.matrices, dict[str, Tensor]()
-        for live in chain.from_iterable(bucket.units for bucket in self._broadcasts):
+        for live in chain.from_iterable(bucket.units for bucket in self._buckets):
             if live.where:  # else its buffer may have no memory
                 matrices = reduction.oriented(live.unit, live.payload)
                 found |= {specs[live.unit.matrices[k]].name: matrices[k] for k in live.where}

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -28,6 +28,7 @@ from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import OwnerLimits, StateSizes, canonical_name
+from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout
 
 
@@ -99,13 +100,6 @@ class ParamsRuntime(LayoutRuntime):
         ]
         self._wait_at([*hooks.wait_points(model), *hooks.fsdp_wait_points(model)], buckets, wait)
         self._removers += hooks.drain_before_unshard(model, self.synchronize)
-
-    def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
-        """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
-        peers, size = self._peers[ranks], source[0].numel()
-        self.meter[tag] += source.nbytes
-        splits = [size * (j != peers.rank) for j in range(peers.world)]
-        return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether nothing has to travel for a unit."""
@@ -187,23 +181,22 @@ class ParamsRuntime(LayoutRuntime):
 
 
 def open_peers(
-    plan: OwnershipPlan,
-    shards: ShardMap,
+    sets: Iterable[tuple[int, ...]],
+    topology: Topology,
     transport: Transport,
     new_group: NewGroup,
     device: torch.device,
 ) -> dict[tuple[int, ...], Transport]:
-    """A transport over each set of co-owners, and of ranks that share updates, that this rank
-    belongs to, with its first collective run; a collective call."""
-    rank, everyone, topology = transport.rank, tuple(range(transport.world)), plan.topology
-    co_owners = {batch.co_owners for batch in plan.batches if batch.co_owners}
+    """Transports by which the ranks of each of ``sets`` share updates, those that this rank belongs
+    to, with their first collectives run; a collective call."""
+    rank, everyone = transport.rank, tuple(range(transport.world))
     sharing: set[tuple[int, ...]] = set()
-    for ranks in shards.partner_sets(plan.copies, topology):
+    for ranks in sets:
         columns = topology.columns_of(ranks)
         nodes = zip(*columns, strict=True) if len(columns) > 1 else ()
         sharing |= {tuple(sorted(some)) for some in (*columns, *nodes) if len(some) > 1}
     found: list[list[tuple[int, ...]]] = []
-    for ranks in sorted(co_owners | (sharing - {everyone}), key=lambda ranks: (len(ranks), ranks)):
+    for ranks in sorted(sharing - {everyone}, key=lambda ranks: (len(ranks), ranks)):
         # Partitions of the mesh: every rank joins in making each.
         free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
         if (parts := next(free, None)) is None:
@@ -215,8 +208,6 @@ def open_peers(
         whole = [*parts, tuple(sorted(left))] if left else parts
         mine = next(part for part in whole if rank in part)
         peers[mine] = new_group(whole)
-        if mine in co_owners:
-            connect(peers[mine], device)
         if mine in sharing:
             connect(peers[mine], device, gathers=True)
     if everyone in sharing:

@@ -10,7 +10,6 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
 A bucket that every rank holds whole has no G; its S is an all-gather of its owners' updates.
-In a bucket's NS, units with co-owners come first, in one order everywhere: they exchange sums.
 """
 
 from __future__ import annotations
@@ -40,26 +39,22 @@ from dmuon.scheduler.plan import Sizes, buckets_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.topology import Topology
 
-_INBOUND = 3  # of the buffers of a bucket
+_INBOUND = 2  # of the buffers of a bucket
 Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
 _listed: Copier = partial(partial, torch._foreach_copy_)
 
 
 def _room(route: BucketRoute) -> tuple[int, ...]:
     """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
-    here as blocks, then as the pieces that go to owners; what comes to this owner, and its updates;
-    updates of what is held here, as pieces and as blocks; what replicas have of these. Where
-    pieces are blocks there is one buffer of both, as where all blocks are replicated alike. Nobody
-    sends what all hold whole.
+    here; what comes to this owner, and its updates; updates of what is held here; what replicas
+    have of these, which has room for the updates where all are replicated alike. Nobody sends what
+    all hold whole.
     """
     owned = 0 if route.columns else route.owned.numel
-    pieces, came = route.held.numel, route.came.numel
     is_within = any(one.is_all for one in route.replications)
-    return (
-        route.blocks.numel, pieces if route.cuts else 0, owned,
-        owned, came if route.joins else 0, 0 if is_within else route.updates.numel,
-        sum(one.others.numel for one in route.replications),
-    )  # fmt: skip
+    updates = 0 if is_within else route.updates.numel
+    replicated = sum(one.others.numel for one in route.replications)
+    return route.held.numel, owned, owned, updates, replicated
 
 
 def layers_in(names: Sequence[str]) -> str:
@@ -79,20 +74,50 @@ def _aligned(numel: int) -> int:
     return -(-numel // 32) * 32
 
 
+class Turns:
+    """All-gathers by which shares of flat buffers come to all ranks that need them, one after the
+    other (`turns_of`): ``found`` are (buffer, its turns). ``is_published``: what everyone gets."""
+
+    def __init__(
+        self,
+        found: Iterable[tuple[Tensor, list[tuple[Ranks, list[tuple[int, int]]]]]],
+        is_published: bool,
+    ) -> None:
+        self._turns: list[list[tuple[Ranks, list[Tensor]]]] = [[], []]
+        for buffer, turns in found:
+            for into, (ranks, parts) in zip(self._turns, turns, strict=True):
+                if len(ranks) > 1 and any(size for _, size in parts):  # as all of them know
+                    into.append((ranks, [buffer.narrow(0, *part) for part in parts]))
+        while self._turns and not self._turns[-1]:
+            self._turns.pop()
+        self._is_published, self.sent = is_published, 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def send(self, rank: int, peers: Mapping[Ranks, Transport], meter: Meter) -> list[Work]:
+        """The next, when what it passes on is there; ``peers`` has a transport over each set."""
+        tag, works = "updates" if self._is_published else "replicate", []
+        for ranks, parts in self._turns[self.sent]:
+            own = parts[ranks.index(rank)].nbytes * (len(ranks) - 1)
+            meter[tag] += sum(part.nbytes for part in parts) if self._is_published else own
+            works.append(peers[ranks].all_gather(parts, tag=tag))
+        self.sent += 1
+        return works
+
+
 class Bucket:
     """A bucket's buffers, and views of them made once. ``send`` has the operands of what this rank
-    holds, in the order of ``route.blocks``; ``updates`` are where updates arrive, (flat buffer, its
+    holds, in the order of ``route.held``; ``updates`` are where updates arrive, (flat buffer, its
     layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that it owns are assembled at
-    every step; those with co-owners, ``shared`` of them, come first. ``turns`` are the all-gathers
-    of updates, one after the other, of which in a step the ``turn``-th comes next."""
+    every step."""
 
     def __init__(
         self, route: BucketRoute, units: Units, buffers: list[Tensor], assembly: Tensor, rank: int
     ) -> None:
         self.route = route
         self.works: list[Work] = []
-        self.send, pieces, arrived, leaving, came, updates, replicated = buffers
-        sent = pieces if route.cuts else self.send
+        self.send, arrived, leaving, updates, replicated = buffers
         every = [one.others for one in route.replications]
         gathered = replicated.split([others.numel for others in every])
         found = []
@@ -101,37 +126,28 @@ class Bucket:
             order = [*chain(*one.columns)]
             shares = buffer.split(one.others.splits[: len(order)])
             updates = shares[order.index(rank)] if one.is_all else updates
-            copies += [cut.within(buffer, updates) for cut in one.copies]
+            copies += [
+                (buffer.narrow(0, start, numel), updates.narrow(0, at, numel))
+                for at, start, numel in one.copies
+            ]
             found.append((buffer, turns_of(one.columns, one.others.splits, rank)))
         self.copies = Copies(copies)
-        came = came if route.joins else updates
         self.updates = [(updates, route.updates), *zip(gathered, every)]
         self.is_published = bool(route.columns)
         if route.columns:
             order = [*chain(*route.columns)]
-            leaving = came.split(route.came.splits[: len(order)])[order.index(rank)]
-            arrived = sent
-            found.append((came, turns_of(route.columns, route.came.splits, rank)))
-        self.turns: list[list[tuple[Ranks, list[Tensor]]]] = [[], []]
-        for buffer, turns in found:
-            for into, (ranks, parts) in zip(self.turns, turns, strict=True):
-                if len(ranks) > 1 and any(size for _, size in parts):  # as all of them know
-                    into.append((ranks, [buffer.narrow(0, *part) for part in parts]))
-        while self.turns and not self.turns[-1]:
-            self.turns.pop()
-        self.turn = 0
+            leaving = updates.split(route.updates.splits[: len(order)])[order.index(rank)]
+            arrived = self.send
+            found.append((updates, turns_of(route.columns, route.updates.splits, rank)))
+        self.turns = Turns(found, self.is_published)
         # Of each exchange: its tag, what comes, and what is sent.
-        self.gather = "gather", (arrived, route.owned), (sent, route.held)
-        self.scatter = "scatter", (came, route.came), (leaving, route.owned)
-        # Pieces and blocks, what is copied into what is first.
-        self.cuts = Copies(cut.within(sent, self.send) for cut in route.cuts)
-        self.joins = Copies(cut.within(came, updates)[::-1] for cut in route.joins)
+        self.gather = "gather", (arrived, route.owned), (self.send, route.held)
+        self.scatter = "scatter", (updates, route.updates), (leaving, route.owned)
         stacks, start = [], 0
         for u in route.units:
             stacks.append((u, assembly.narrow(0, start, units[u].numel).view(units[u].shape)))
             start += _aligned(units[u].numel)
         self.stacks = stacks
-        self.shared = sum(bool(units[u].co_owners) for u in route.units)
         owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = Copies(
@@ -243,7 +259,6 @@ class Pipeline:
         apply: Callable[[int], None],
         meanwhile: Callable[[float], None],
         may_send: Callable[[], bool] | None = None,
-        share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
     ) -> bool:
         """Send every bucket to its owners and the updates back; called alike on every rank. False
         if ``may_send`` is, else True.
@@ -257,13 +272,12 @@ class Pipeline:
             meanwhile: do such a part of what is left of other work while buckets travel: all of it
                 while the first do, or, of updates alone, before waiting for any, the rest last.
             may_send: if only updates travel, asked once before the first of them does.
-            share: `compute` for all units of a bucket that have co-owners; valid until the next.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count, slots = len(self.buckets), self._slots
         depth = max((len(bucket.turns) for bucket in self.buckets), default=0)
         for bucket in self.buckets:
-            bucket.turn = 0
+            bucket.turns.sent = 0
         for b in range(min(self._ahead, count)):
             self._gather(b, fill)
         # Where nothing is gathered the updates are what there is to wait for.
@@ -280,11 +294,8 @@ class Pipeline:
                     meanwhile(1 / (count + 1 - b))
                 self._send_on(b - slots, to_the_end=True)
                 self.apply_pending([b - slots])
-            shared = bucket.stacks[: bucket.shared]
-            updates = share(shared) if share is not None and shared else []
             for n, (u, stack) in enumerate(bucket.stacks):
-                update = updates[n] if n < len(updates) else compute(u, stack)
-                if update is not None:
+                if (update := compute(u, stack)) is not None:
                     bucket.leaving(n, update).run(self.copier)
             if not b and may_send is not None and not may_send():
                 return False
@@ -303,11 +314,6 @@ class Pipeline:
             meanwhile(1.0)
         return True
 
-    def _arrive(self, bucket: Bucket) -> None:
-        """Wait for the updates of what is held here, and join them to blocks."""
-        self._meter.wait("scatter", bucket.works)
-        bucket.joins.run(self.copier)
-
     def _exchange(
         self, bucket: Bucket, tag: str, came: tuple[Tensor, Message], sent: tuple[Tensor, Message]
     ) -> None:
@@ -320,7 +326,6 @@ class Pipeline:
         bucket = self.buckets[b]
         with self._gathering[b]:
             fill(b)
-            bucket.cuts.run(self.copier)
             if not bucket.is_published:
                 self._exchange(bucket, *bucket.gather)
 
@@ -328,20 +333,14 @@ class Pipeline:
         """The next all-gather of a bucket's updates, if there is one, or all that are left."""
         if not 0 <= b < len(self.buckets):
             return
-        bucket, is_published = self.buckets[b], self.buckets[b].is_published
-        while bucket.turn < len(bucket.turns):
+        bucket = self.buckets[b]
+        while bucket.turns.sent < len(bucket.turns):
             with self._publishing:
-                if bucket.turn:
+                if bucket.turns.sent or not bucket.is_published:
                     self._meter.wait("scatter", bucket.works)
-                elif not is_published:
-                    self._arrive(bucket)
+                if not bucket.turns.sent:
                     bucket.copies.run(self.copier)
-                tag = "updates" if is_published else "replicate"
-                for ranks, parts in bucket.turns[bucket.turn]:
-                    own = parts[ranks.index(self._transport.rank)].nbytes * (len(ranks) - 1)
-                    self._meter[tag] += sum(p.nbytes for p in parts) if is_published else own
-                    bucket.works.append(self._replicas[ranks].all_gather(parts, tag=tag))
-            bucket.turn += 1
+                bucket.works += bucket.turns.send(self._transport.rank, self._replicas, self._meter)
             if not to_the_end:
                 return
 
@@ -352,10 +351,7 @@ class Pipeline:
                 continue
             bucket = self.buckets[b]
             with self._publishing:
-                if bucket.turns and not bucket.is_published:
-                    self._meter.wait("scatter", bucket.works)
-                else:
-                    self._arrive(bucket)
+                self._meter.wait("scatter", bucket.works)
             apply(b)
 
     @property

@@ -16,10 +16,6 @@ matrix that has copies, each owner sends to its audience alone, in the same phas
 
 In a message the parts follow each other in the order of the bucket's units and of the matrices in
 a unit, so sender and receiver need no header.
-
-If matrices have co-owners, what a rank holds of one travels in pieces: one to and from each
-co-owner whose slice it overlaps. `Cut` says where they lie in it. Below a *block* is all that a
-rank holds of a matrix, and a *piece* the part of it that goes to one owner.
 """
 
 from __future__ import annotations
@@ -28,9 +24,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, compress, groupby, pairwise
-from operator import add, itemgetter, not_
+from operator import itemgetter, not_
 
 import torch
 from torch import Tensor
@@ -93,8 +89,7 @@ def places(stack: Tensor, part: Part) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Parts in the order of the buffer, and how many elements each rank sends or receives (of
-    blocks: as if all went to the first)."""
+    """Parts in the order of the buffer, and how many elements each rank sends or receives."""
 
     parts: tuple[Part, ...]
     splits: tuple[int, ...]
@@ -109,33 +104,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers."""
-
-    piece: int  # the first element of the pieces
-    shape: tuple[int, ...]  # of the pieces together
-    block: int
-    block_shape: tuple[int, ...]
-    box: Box  # of a piece in its block
-
-    def within(self, pieces: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the pieces and of their places in the blocks."""
-        mine = pieces.narrow(0, self.piece, math.prod(self.shape)).view(self.shape)
-        whole = blocks.narrow(0, self.block, math.prod(self.block_shape)).view(self.block_shape)
-        index = (slice(None), *self.box.slices())
-        return mine, whole[index]
-
-
-@dataclass(frozen=True, slots=True)
 class Replication:
     """What comes to each of some ranks, which have equal shards, is sent to all of them. In the
-    buffer of an all-gather lie the blocks of updates of all, by the rank that had them first, in
+    buffer of an all-gather lie the updates of all, by the rank that had them first, in
     the order of ``columns`` (`Topology.columns_of`). If a rank's own are all that came to it, they
     arrived there."""
 
     columns: tuple[Ranks, ...]
-    others: Message  # the blocks of the others; ``splits`` are those of all, in that order
-    copies: tuple[Cut, ...]  # where its own lie in ``updates``
+    others: Message  # those of the others; ``splits`` are of all, in that order
+    copies: tuple[tuple[int, int, int], ...]  # of its own: see `_runs`
     is_all: bool  # its own are all of these, in their order, and not copied
 
 
@@ -147,31 +124,13 @@ class BucketRoute:
     units: tuple[int, ...]  # owned here
     held: Message  # its pieces, by owner: sent in the gather, their updates come in the scatter
     owned: Message  # all pieces of the matrices that it owns, by holder
-    blocks: Message  # that are sent
-    updates: Message  # blocks whose updates come from their owners
+    updates: Message  # as they come: as ``held``, or by owner, in the order of ``columns``
     replications: tuple[Replication, ...]  # by ranks, in one order everywhere
-    cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
-    joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
-    came: Message  # updates as they come: as ``held``, or by owner, in the order of ``columns``
     columns: tuple[Ranks, ...]  # of the ranks that all hold it whole, if they do
 
 
 # Of a matrix: (position in its unit, matrix, its shape there, is its slot transposed, box in it).
 MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
-
-
-def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """A unit's box of a matrix, from its corner, in its parameter's dims: all, or a slice of it."""
-    matrix = unit.matrices[position]
-    box = Box.at_origin(shards.boxes[matrix].shape)
-    if not unit.co_owners:
-        return box
-    form = shards.specs.matrices[matrix].form
-    long = form.dims(len(box.shape))[0 if unit.holds_transpose(position) else 1]
-    return Box(
-        tuple(unit.start if dim == long else 0 for dim in range(len(box.shape))),
-        tuple(unit.cols if dim == long else size for dim, size in enumerate(box.shape)),
-    )
 
 
 def parts_of(
@@ -217,56 +176,45 @@ def _message(shards: ShardMap, pieces: _Pieces) -> Message:
     return Message(tuple(parts), tuple(splits))
 
 
-def _parts_at(
-    shards: ShardMap, unit: Unit, position: int, rank: int
-) -> tuple[MatrixPart, MatrixPart]:
-    """All that a rank holds of a matrix, and before it the part of this that the unit has."""
-    i, cut = unit.matrices[position], slice_of(shards, unit, position)
-    turned, box = unit.holds_transpose(position), shards.piece(i, rank).box
-    part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
-    return part, (position, i, shards.boxes[i].shape, turned, box)
-
-
 def _contents(
     shards: ShardMap, unit: Unit, position: int, rank: int, order: Ranks
 ) -> Iterator[tuple[str, int, MatrixPart]]:
     """(message of `BucketRoute`, peer, what it has) of a matrix, in pieces or whole everywhere, on
     the ranks of ``order``."""
-    i, is_first = unit.matrices[position], unit.owner == unit.first_owner
-    part, block = _parts_at(shards, unit, position, rank)
+    i, part = unit.matrices[position], partial(_part_at, shards, unit, position)
     if order:
-        yield "published", order.index(unit.owner), part
-        if is_first:
-            yield "updates", 0, block
+        yield "updates", order.index(unit.owner), part(rank)
         if unit.owner == rank:
-            yield "held", rank, part
-            yield "blocks", 0, block
+            yield "held", rank, part(rank)
         return
-    # Co-owners work on what the replica of the first one holds.
-    replica = shards.replica_of(i, unit.first_owner)
+    replica = shards.replica_of(i, unit.owner)
     for piece in shards.pieces(i) if unit.owner == rank else ():
-        theirs, _ = _parts_at(shards, unit, position, piece.rank)
-        if piece.replica == replica and theirs[-1].numel:
-            yield "owned", piece.rank, theirs
-    is_sender = shards.piece(i, rank).replica == replica
-    if is_sender and part[-1].numel:
-        yield "held", unit.owner, part
-    if is_sender and is_first and block[-1].numel:
-        yield "blocks", 0, block
+        if piece.replica == replica and piece.numel:
+            yield "owned", piece.rank, part(piece.rank)
+    mine = shards.piece(i, rank)
+    if mine.replica == replica and mine.numel:
+        yield "held", unit.owner, part(rank)
+
+
+def _part_at(shards: ShardMap, unit: Unit, position: int, rank: int) -> MatrixPart:
+    """All that a rank holds of a matrix."""
+    i = unit.matrices[position]
+    box, turned = shards.piece(i, rank).box, unit.holds_transpose(position)
+    return position, i, shards.boxes[i].shape, turned, box
 
 
 def _replicated(
     shards: ShardMap, unit: Unit, position: int, rank: int
 ) -> Iterator[tuple[Ranks, int, MatrixPart]]:
-    """(ranks with equal shards, the one of them to which the update comes, block)"""
-    i, is_first = unit.matrices[position], unit.owner == unit.first_owner
-    if is_first and shards.is_replicated(i) and shards.piece(i, rank).numel:
+    """(ranks with equal shards, the one of them to which the update comes, what they hold)"""
+    i = unit.matrices[position]
+    if shards.is_replicated(i) and shards.piece(i, rank).numel:
         replica, ranks = shards.replica_of(i, unit.owner), shards.partners(i, rank)
         if unit.audience:
             ranks = tuple(r for r in ranks if r in unit.audience)
         source = next(r for r in ranks if shards.replica_of(i, r) == replica)
         if len(ranks) > 1:
-            yield ranks, source, _parts_at(shards, unit, position, rank)[1]
+            yield ranks, source, _part_at(shards, unit, position, rank)
 
 
 def bucket_route(
@@ -280,47 +228,33 @@ def bucket_route(
     order = tuple(chain(*columns))
     contents: dict[str, _Pieces] = defaultdict(list)
     replicated: dict[Ranks, _Pieces] = defaultdict(list)
-    is_shared = any(units[u].co_owners for u in bucket)
-    # Blocks are replicated in the order of ``updates``: of units, or of owners and units.
-    for u in bucket if is_shared else sorted(bucket, key=lambda u: units[u].owner):
+    # What is replicated is in the order of ``updates``: of owners and units.
+    for u in sorted(bucket, key=lambda u: units[u].owner):
         for position in () if order else range(len(units[u].matrices)):
-            for ranks, source, block in _replicated(shards, units[u], position, rank):
-                replicated[ranks].append((source, u, block))
+            for ranks, source, part in _replicated(shards, units[u], position, rank):
+                replicated[ranks].append((source, u, part))
     for u in bucket:
         for position in range(len(units[u].matrices)):
             for name, peer, part in _contents(shards, units[u], position, rank, order):
                 contents[name].append((peer, u, part))
-
-    def message(name: str) -> Message:
-        return _message(shards, contents[name])
-
-    held = message("held")
-    came = message("published") if order else held
-    blocks, updates = held, came
-    if is_shared:
-        blocks = message("blocks")
-        updates = message("updates") if order else blocks
+    held = _message(shards, contents["held"])
+    updates = _message(shards, contents["updates"]) if order else held
     return BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if order else message("owned"),
-        blocks=blocks,
+        owned=held if order else _message(shards, contents["owned"]),
         updates=updates,
         replications=tuple(
-            _replication(shards, units, topology.columns_of(ranks), pieces, rank, updates)
+            _replication(shards, topology.columns_of(ranks), pieces, rank, updates)
             for ranks, pieces in sorted(replicated.items())
         ),
-        cuts=_cuts(shards, units, held, blocks) if is_shared else (),
-        joins=_cuts(shards, units, came, updates) if is_shared else (),
-        came=came,
         columns=columns,
     )
 
 
 def _replication(
-    shards: ShardMap, units: Units, columns: tuple[Ranks, ...], pieces: _Pieces, rank: int,
-    updates: Message,
-) -> Replication:  # fmt: skip
+    shards: ShardMap, columns: tuple[Ranks, ...], pieces: _Pieces, rank: int, updates: Message
+) -> Replication:
     order = tuple(chain(*columns))
     at = {r: n for n, r in enumerate(order)}
     every = _message(shards, [(at[source], u, part) for source, u, part in pieces])
@@ -330,25 +264,21 @@ def _replication(
     own = Message(tuple(compress(every.parts, is_own)), alone.splits)
     others = Message(tuple(compress(every.parts, map(not_, is_own))), every.splits)
     is_all = alone.parts == updates.parts
-    copies = () if is_all else _cuts(shards, units, own, updates)
+    copies = () if is_all else _runs(own, updates)
     return Replication(columns, others, copies, is_all)
 
 
-def _cuts(shards: ShardMap, units: Units, pieces: Message, blocks: Message) -> tuple[Cut, ...]:
-    """Where the pieces of a rank lie in its blocks."""
-    at = {i: (b, k) for b, part in enumerate(blocks.parts) for k, i in enumerate(part.matrices)}
-    found: list[Cut] = []
-    for part in pieces.parts:
-        offset = slice_of(shards, units[part.unit], part.position).offset
-        in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
-        # Matrices that follow each other in the pieces and in a block are one cut.
-        placed = [(*at[i], j) for j, i in enumerate(part.matrices)]
-        for (b, _), members in groupby(placed, lambda place: (place[0], place[1] - place[2])):
-            run = list(members)
-            (_, k, j), block, count = run[0], blocks.parts[b], len(run)
-            piece = part.start + j * part.box.numel, (count, *part.box.shape)
-            whole = block.start + k * block.box.numel, (count, *block.box.shape)
-            found.append(Cut(*piece, *whole, in_matrix.within(block.box)))
+def _runs(own: Message, updates: Message) -> tuple[tuple[int, int, int], ...]:
+    """(start in a buffer of ``updates``, start in that of ``own``, elements) of all its matrices,
+    of neighbours in both together."""
+    at = {i: p.start + n * p.box.numel for p in updates.parts for n, i in enumerate(p.matrices)}
+    found: list[tuple[int, int, int]] = []
+    for part in own.parts:
+        for n, i in enumerate(part.matrices):
+            to, start, numel = at[i], part.start + n * part.box.numel, part.box.numel
+            if found and found[-1][:2] == (to - found[-1][2], start - found[-1][2]):
+                to, start, numel = *found[-1][:2], numel + found.pop()[2]
+            found.append((to, start, numel))
     return tuple(found)
 
 

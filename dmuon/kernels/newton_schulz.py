@@ -10,7 +10,7 @@ space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is loca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from numbers import Real
@@ -23,8 +23,8 @@ from torch.autograd.forward_ad import unpack_dual
 
 from dmuon import devices
 from dmuon.kernels.choice import Segments, fixed_choice, measured_speeds, ops_of, segments_of
-from dmuon.kernels.ops import MatmulOps, SliceOps, Take
-from dmuon.tensors import normalize, normalize_
+from dmuon.kernels.ops import MatmulOps, Take
+from dmuon.tensors import normalize
 from dmuon.types import BackendName, CoefficientSet, DtypeName, Triple
 
 KERNEL_VERSION = 9
@@ -119,9 +119,6 @@ def _triple(values: object) -> Triple:
 
 # ---- the iteration ---------------------------------------------------------------------------
 
-Steps = Iterator[Tensor | None]
-"""An iteration: pauses, then its result; see `iterate`."""
-
 
 def iterate(
     x: Tensor,
@@ -130,7 +127,7 @@ def iterate(
     coefficients: Sequence[Triple],
     segments: Segments,
     ops: MatmulOps,
-) -> Steps:
+) -> Tensor:
     """`aX + (bA + cA^2)X`, `A = X X^T`, once per triple; the result is in `x` or `spare`.
 
     A *segment* is the steps between two restarts. A segment of one step is a standard step. A
@@ -142,31 +139,25 @@ def iterate(
 
     `x` and `spare` are ``[m, n]`` or ``[b, m, n]``. ``squares`` are two tensors m x m for the short
     side m, or four where a segment has several steps. All are overwritten.
-
-    It yields None whenever it waits for other ranks, as products of slices do (`ops.SliceOps`), and
-    the result at last. Slices need no other iteration: `X X^T` is the sum over slices of columns,
-    and Q multiplies each slice. m is then the short side of the whole matrix.
     """
     is_tall = x.shape[-2] != squares[0].shape[-1]
     xt, spare_t = x.mT, spare.mT
     for low, high in segments:
         r, p = squares[:2]
         left, right = (xt, x) if is_tall else (x, xt)
-        yield from ops.gram(left, right, out=r)  # R = X X^T
+        ops.gram(left, right, out=r)  # R = X X^T
         if high - low == 1:
             own, b, c = coefficients[low]
-            yield from ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
+            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
         else:
-            own, p = 0.0, (yield from _polynomial(squares, coefficients[low:high], ops))
+            own, p = 0.0, _polynomial(squares, coefficients[low:high], ops)
         left, right = (x, p) if is_tall else (p, x)
         ops.general(left, right, x if own else None, out=spare, beta=own)  # X <- P X + aX, or Q X
         x, xt, spare, spare_t = spare, spare_t, x, xt
-    yield x
+    return x
 
 
-def _polynomial(
-    squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps
-) -> Generator[None, None, Tensor]:
+def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> Tensor:
     """Q = P_s ... P_1 of R_1 = X X^T, which the first square holds.
 
     P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
@@ -176,12 +167,12 @@ def _polynomial(
     r, z, q, t = squares
     a, b, c = segment[0]
     # Z, and Q = P = Z + aI
-    yield from ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)
+    ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)
     for next_a, b, c in segment[1:]:
-        yield from ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
-        yield from ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
+        ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
+        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
         a = next_a
-        yield from ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
+        ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
         q, t = t, q
     return q
 
@@ -238,7 +229,7 @@ def prepared(
             if plain:
                 found = _standard(start, spare, squares, coefficients)
             else:
-                found = finished(iterate(start, spare, squares, coefficients, segments, ops))
+                found = iterate(start, spare, squares, coefficients, segments, ops)
             if in_place and found is not member:
                 member.copy_(found)
         return x if in_place else found.view(x.shape)
@@ -265,37 +256,6 @@ def _standard(
         add(x, x, p, beta=a, out=spare) if is_tall else add(x, p, x, beta=a, out=spare)
         x, spare = spare, x
     return x
-
-
-def finished(steps: Steps) -> Tensor:
-    """The result of an iteration that waits for nobody."""
-    *_, result = steps
-    assert result is not None
-    return result
-
-
-def prepared_slice(
-    x: Tensor,
-    coefficients: Sequence[Triple],
-    segments: Segments,
-    ops: SliceOps,
-    take: Take,
-    eps: float | None = None,
-) -> Callable[[Tensor], Steps]:
-    """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n; other ranks hold the other
-    columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration."""
-    b, m, _ = x.shape
-    held = x if ops.held is None else take(tuple(x.shape), ops.held)
-    spare = take(tuple(x.shape), held.dtype)
-    count = 4 if any(high - low > 1 for low, high in segments) else 2
-    squares = [take((b, m, m), held.dtype) for _ in range(count)]
-
-    def run(norms: Tensor) -> Steps:
-        held.copy_(normalize_(x, norms.view(-1, 1, 1), eps))
-        for found in iterate(held, spare, squares, coefficients, segments, ops):
-            yield found if found is None or found.dtype is x.dtype else x.copy_(found)
-
-    return run
 
 
 # ---- before the iteration --------------------------------------------------------------------

@@ -6,7 +6,7 @@ step      operand -> (the caller writes it) -> run -> result, valid until the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,8 @@ from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
 from dmuon.kernels.choice import Speeds, fixed_choice, is_safe, ops_of, restarts_of, segments_of
-from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
-from dmuon.kernels.ops import Peers, SliceOps, Take
+from dmuon.kernels.newton_schulz import no_autocast, prepared
+from dmuon.kernels.ops import Take
 from dmuon.tensors import normalize_
 from dmuon.types import KernelChoice, Triple, warn
 
@@ -43,22 +43,13 @@ class Call:
     eps: float | None = None
 
 
-def _range(shapes: Sequence[Shape]) -> AbstractContextManager[object]:
-    """What a profiler sees of calls that run together. A range costs some microseconds without a
-    profiler too, which is too much for small ones."""
-    if sum(map(prod, shapes)) < _SMALL:
+def _range(shape: Shape) -> AbstractContextManager[object]:
+    """What a profiler sees of a call. A range costs some microseconds without a profiler too, which
+    is too much for small ones."""
+    if prod(shape) < _SMALL:
         return nullcontext()
-    texts = [f"{b}x[{m},{n}]" for b, m, n in shapes]
-    return record_function(f"dmuon::newton_schulz {' '.join(texts)}")
-
-
-@dataclass(frozen=True, slots=True)
-class SliceCall:
-    """A slice ``[b, m, w]`` of m x n matrices, m <= n, shared by ``peers``; see `SliceOps`."""
-
-    call: Call
-    peers: Peers
-    split: bool = False
+    b, m, n = shape
+    return record_function(f"dmuon::newton_schulz {b}x[{m},{n}]")
 
 
 class _Memory:
@@ -123,7 +114,6 @@ class Orthogonalizer:
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         # By call and the id of its operand, which is kept with it; None: the call's own operand.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
-        self._slices: dict[tuple[Call, int], Callable[[Tensor], Steps]] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
         self.temporary_bytes = 0  # the most that a product allocates for a moment
@@ -132,93 +122,39 @@ class Orthogonalizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Prepared calls point into this object's memory; a copy has its own.
-        return vars(self) | {"_prepared": {}, "_lasting": {}, "_slices": {}}
+        return vars(self) | {"_prepared": {}, "_lasting": {}}
 
     def reserve(
         self,
         calls: Iterable[Call],
         lasting: Iterable[tuple[Call, Tensor]] = (),
-        slices: Iterable[Sequence[tuple[SliceCall, Tensor]]] = (),
         *,
         capture: bool = False,
     ) -> None:
         """Allocate a workspace for these calls, and prepare them; ``capture`` overwrites tensors.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
-        cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
-        Nothing that was prepared before is valid afterwards. ValueError where a choice cannot run.
+        cols]``, the same at each step. Nothing that was prepared before is valid afterwards.
+        ValueError where a choice cannot run.
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
-        self._slices.clear()
-        groups = [list(group) for group in slices]
-        sizes = [self.call_bytes(call, x is None) for call, x in planned]
-        for group in groups:
-            self._prepare_slices(group, counted := _Memory())
-            sizes.append(counted.taken)
-        needed = max(sizes, default=0)
+        needed = max((self.call_bytes(call, x is None) for call, x in planned), default=0)
         if needed > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
             self._memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._lasting = {id(x): x for _, x in planned if x is not None}
         self._planned = {call.shape for call, _ in planned}
-        self._most = 8 * (len(planned) + sum(map(len, groups))) + _OTHERS
+        self._most = 8 * len(planned) + _OTHERS
         self._ran = {}
         if isinstance(self.capture, CudaGraphs):  # those of before are gone, and so is their pool
             self.capture = CudaGraphs(self.device)
         found = [self._prepare(call, x) for call, x in planned]
-        for group in groups:
-            self._prepare_slices(group, _Memory(self._memory))
         with no_autocast(self.device):
             for one in found if capture else ():
                 if self.capture is not None and one.may_capture:
                     one.result = one.run()
                     one.replay = self._recorded(self.capture, one.run)
-
-    def _prepare_slices(
-        self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory
-    ) -> list[Callable[[Tensor], Steps]]:
-        """Prepare slices that run together, in this memory; keep them if they fit there."""
-        made = []
-        for call, x in group:
-            b, m, _ = x.shape
-            choice = self.choice(call.call, is_slice=True)
-            inner = ops_of(choice, self.device, m)
-            ops = SliceOps(inner, call.peers, call.split, b, m, self.dtype, memory.take)
-            segments = segments_of(choice, len(call.call.coefficients))
-            how = call.call.coefficients, segments, ops, memory.take, call.call.eps
-            made.append(prepared_slice(x, *how))
-        if memory.fits:
-            if len(self._slices) > self._most:
-                self._slices.clear()  # coefficients may differ in every step
-            self._slices |= {(call.call, id(x)): run for (call, x), run in zip(group, made)}
-        return made
-
-    def run_together(
-        self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The results of a group of slices, until the next run, from norms of whole matrices. While
-        one waits for its co-owners the others go on, in rounds: in round r each begins its r-th
-        exchange, in the order of ``calls``. So exchanges have one order on all ranks."""
-        try:
-            runs = [self._slices[call.call, id(x)] for call, x in calls]
-        except KeyError:  # other coefficients, or a copy
-            runs = self._prepare_slices(calls, _Memory(self._memory))
-        wide = torch.promote_types(self.dtype, torch.float32)
-        running = {n: run(norms[n].to(wide)) for n, run in enumerate(runs)}
-        found: dict[int, Tensor] = {}
-        with _range([call.call.shape for call, _ in calls]), no_autocast(self.device):
-            while running:
-                for n, steps in list(running.items()):
-                    result = next(steps)
-                    if result is not None:
-                        found[n] = result
-                        del running[n]
-        for call, _ in calls:
-            if call.call.shape not in self._ran:
-                name = f"{self.choice(call.call, is_slice=True)} by {call.peers.count} co-owners"
-                self._ran[call.call.shape] = {name: None}
-        return [found[n] for n in range(len(calls))]
 
     def operand(self, call: Call) -> Tensor:
         """Where to write the matrices of a call, for `normalize_`; valid until the next call."""
@@ -266,7 +202,7 @@ class Orthogonalizer:
             )
         run = self._iteration(call, choice, own, memory.take)
         may_capture = memory.fits and call.shape in self._planned
-        found = _Prepared(own, str(choice), run, may_capture, _range([call.shape]))
+        found = _Prepared(own, str(choice), run, may_capture, _range(call.shape))
         if memory.fits and (x is None or id(x) in self._lasting):
             if len(self._prepared) > self._most:
                 self._prepared.clear()  # coefficients may differ in every step
@@ -294,23 +230,20 @@ class Orthogonalizer:
 
         return normalize_and_run
 
-    def choice(self, call: Call, is_slice: bool = False) -> KernelChoice:
-        """The choice that runs a call, for a slice in the Gram form; ValueError where the options
-        ask for what cannot run here."""
+    def choice(self, call: Call) -> KernelChoice:
+        """The choice that runs a call; ValueError where the options ask for what cannot run
+        here."""
         steps = len(call.coefficients)
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
             same = planned.dtype == str(self.dtype).removeprefix("torch.")
-            is_standard = planned.method == "standard" and not is_slice
             is_gram = planned.method == "gram" and is_safe(planned.restarts, self.dtype, steps)
-            if same and (is_standard or is_gram):
+            if same and (planned.method == "standard" or is_gram):
                 return planned
         method = self.options.method
         restarts = restarts_of(method)
         if restarts is not None and not is_safe(restarts, self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made
-        if is_slice and restarts is None:
-            method = "gram"
         _, m, n = call.shape
         how = method, self.options.backend, self.speeds
         return fixed_choice(m, n, self.dtype, self.device, steps, *how)

@@ -56,23 +56,6 @@ class ShapeUse:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedShape:
-    """``count`` matrices of one shape that ``co_owners`` ranks share each: one of the ``blocks``.
-    ``ms`` is the time of a batch on each rank, ``alone_ms`` that of one matrix on one owner; of
-    ``split`` matrices they also share the products of short side x short side."""
-
-    rows: int
-    cols: int
-    dtype: str
-    co_owners: int
-    count: int
-    split: int
-    ms: float
-    alone_ms: float | None
-    blocks: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Bottleneck:
     """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``floor``: no plan is
     faster. ``movable``: some matrix of this rank could have another owner."""
@@ -115,7 +98,7 @@ class LoadBalanceReport:
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
     training steps. Where known: the ``model``'s name, the ``source`` of its sizes, bytes of the
     fullest rank by purpose (``memory``), the optimizer's param ``groups``: (number, algorithm,
-    learning rate, weight decay). ``sharing`` is how its reader asks for co-owners."""
+    learning rate, weight decay)."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
@@ -123,7 +106,6 @@ class LoadBalanceReport:
     source: str = ""
     memory: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, str, float, float], ...] = ()
-    sharing: str = "PlannerOptions(co_owners='auto')"
 
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
@@ -177,26 +159,6 @@ class LoadBalanceReport:
             single, origin = price.ms[0] if price else None, tuple(sorted(origins))
             found.append(ShapeUse(*key, count, by_size, total / count, total, single, origin))
         return tuple(sorted(found, key=lambda s: (-s.total_ms, s.rows, s.cols, s.dtype)))
-
-    @cached_property
-    def shared(self) -> tuple[SharedShape, ...]:
-        """The shapes whose matrices have co-owners, the costliest first."""
-        shared = [batch for batch in self.plan.batches if batch.co_owners]
-        by_key = grouped(((_key_of(self.plan, b), len(b.co_owners)), b) for b in shared)
-        alone = {row.key: row.ms[0] for row in self.plan.prices}
-        found = [
-            SharedShape(
-                *key,
-                co_owners=k,
-                count=sum(len(b.matrices) for b in batches),
-                split=sum(len(b.matrices) for b in batches if b.split),
-                ms=max(b.ms for b in batches),
-                alone_ms=alone.get(key),
-                blocks=tuple(sorted({b.co_owners for b in batches})),
-            )
-            for (key, k), batches in by_key.items()
-        ]
-        return tuple(sorted(found, key=lambda s: (-s.ms, s.rows, s.cols)))
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:
@@ -284,9 +246,6 @@ class LoadBalanceReport:
             **search,
             "costs": plan.cost_source,
             "fingerprint": plan.fingerprint(),
-            "alone_ms": plan.alone_ms,
-            "shared_ms": plan.shared_ms,
-            "co_owners": [asdict(shared) for shared in self.shared],
             **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": alternatives,
@@ -432,8 +391,6 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         return [("work", work), *of_model.items()]
     certificate = report.certificate
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
-    if plan.has_co_owners:
-        verdict = "valid: makespan, and a bound of all ways to share, computed anew from the prices"
     if not (certificate.ok and certificate.proven):
         what = "plan valid, bound not proven" if certificate.ok else "INVALID"
         verdict = f"{what}: {'; '.join(certificate.findings)}"
@@ -452,7 +409,6 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
             f"{_named(name)} {text(ms)} ms ({percent(_excess(ms, report.makespan_ms), '+.1%')})"
             for name, ms in plan.search.alternatives
         ),
-        "co-owners": _co_owners_text(report),
         "kernels": _kernels_text(plan),
         "network": _network_text(report),
         "note": plan.search.note,
@@ -508,42 +464,12 @@ def _bottleneck_text(report: LoadBalanceReport) -> str:
         what, more = f"batch, {others + 1} matrices", f" and {others} more"
     if not found.movable:
         end = ". All of its matrices are whole on that rank alone, so no plan can move them"
-    elif found.floor and not others and not report.shared:
-        end = ": no plan with one owner per matrix is faster"
+    elif found.floor and not others:
+        end = ": no plan is faster"
     return (
         f"rank {found.rank}, {text(found.ms)} ms; its costliest {what} of {found.rows} x "
         f"{found.cols}: {found.matrices[0]}{more}, {text(found.batch_ms)} ms{end}"
     )
-
-
-def _co_owners_text(report: LoadBalanceReport) -> str:
-    """Who shares what, and what that brings or would."""
-    text, plan = report.ms_text, report.plan
-    if plan.shared_ms is not None:
-        bound, floor = report.certificate.shared_bound_ms, ""
-        if bound is not None:
-            floor = f"; no plan is faster than {text(bound)} ms, sharing or not"
-        if plan.topology.device_type == "cpu":
-            floor = f", and counts that ranks of one CPU slow each other down{floor}"
-        return (
-            f"none: sharing matrices would take {text(plan.shared_ms)} ms by the costs' model "
-            f"({render.percent(_excess(plan.shared_ms, plan.makespan_ms), '+.0%')}). "
-            f"{report.sharing} does so from 5% less on{floor}"
-        )
-    parts = []
-    for s in report.shared:
-        some = ", ".join(map(_ranks_text, s.blocks[:3]))
-        more = f" and {len(s.blocks) - 3} more blocks" if len(s.blocks) > 3 else ""
-        rows = ", products of the short side split by rows" if s.split else ""
-        parts.append(
-            f"{count_text(s.count, 'matrix', 'matrices')} {s.rows} x {s.cols} by {s.co_owners} "
-            f"ranks each ({text(s.ms)} ms{rows}): {some}{more}"
-        )
-    if parts and plan.alone_ms is not None:
-        saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
-        what = f"sharing {'saves' if saved >= 0 else 'costs'} {abs(saved):.0%}"
-        parts.append(f"with one owner per matrix the makespan is {text(plan.alone_ms)} ms; {what}")
-    return "; ".join(parts)
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

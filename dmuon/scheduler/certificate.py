@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
 from dmuon.scheduler.costs import ORIGINS, CostTable, device_of
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.problem import UNLIMITED, Problem, baselines, build_problem
+from dmuon.scheduler.problem import Problem, baselines, build_problem
 from dmuon.scheduler.topology import launch_order
 from dmuon.types import printable
 
@@ -25,15 +24,13 @@ from dmuon.types import printable
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """The verdict on a plan. ``ok``: nothing that the plan claims is wrong. ``proven``: so is its
-    lower bound. ``findings`` are what is wrong or missing. ``shared_bound_ms``: no plan is faster,
-    however it shares matrices; None without prices of that, or where the lower bound is this."""
+    lower bound. ``findings`` are what is wrong or missing."""
 
     ok: bool
     proven: bool
     makespan_ms: float
     lower_bound_ms: float
     findings: tuple[str, ...] = ()
-    shared_bound_ms: float | None = None
 
     @property
     def gap(self) -> float:
@@ -62,13 +59,8 @@ def certify(plan: OwnershipPlan) -> Certificate:
     world = plan.topology.world
     problem = build_problem(plan.specs.matrices, world, plan.limits, prices, plan.layout)
     makespan, wrong_batches = _executed(plan, problem)
-    bound = shared_bound = 0
-    if plan.shared_prices:
-        # A bound of all ways to share needs no stored proof.
-        shared_bound = CoOwners(problem, plan, plan.shared_prices).bound(makespan)
-    if plan.has_co_owners:
-        bound = shared_bound
-    elif plan.proof is not None:
+    bound = 0
+    if plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
     misfits = (
@@ -76,18 +68,17 @@ def certify(plan: OwnershipPlan) -> Certificate:
         for m, shape in ((m, plan.specs.parameters[m.parameter].shape) for m in plan.specs.matrices)
         if not m.fits(shape)
     )
-    claims = _wrong_claims(plan, problem, makespan, bound, shared_bound)
+    claims = _wrong_claims(plan, problem, makespan, bound)
     alternatives = _wrong_alternatives(plan, problem)
     checks = wrong_batches, _wrong_owners(plan), misfits, _wrong_prices(plan), alternatives, claims
     wrong = [finding for check in checks for finding in _short(check)]
     missing = []
-    if plan.proof is None and not plan.has_co_owners:
+    if plan.proof is None:
         missing.append("the plan stores no proof of its lower bound")
     if plan.claim is None:
         missing.append("the plan does not say which makespan and fingerprint it was made with")
     ok, times = not wrong, (problem.ms(makespan), problem.ms(bound))
-    shared = problem.ms(shared_bound) if plan.shared_prices and not plan.has_co_owners else None
-    return Certificate(ok, ok and not missing, *times, (*wrong, *missing), shared)
+    return Certificate(ok, ok and not missing, *times, (*wrong, *missing))
 
 
 def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
@@ -95,19 +86,10 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
     found = []
     loads = [problem.ticks(plan.limits.fixed_ms_of(r)) for r in range(plan.topology.world)]
     rows, domain_of = {row.key: row for row in plan.prices}, plan.limits.domain_of
-    shared = {(row.key, row.co_owners): row for row in plan.shared_prices}
     for batch in plan.batches:
         key, size = plan.specs.matrices[batch.matrices[0]].key, len(batch.matrices)
         name, price = f"a batch of {size} matrices {key[0]} x {key[1]}", rows[key].ms
         kernel = rows[key].kernel(size)
-        if batch.co_owners:
-            name += f" with {len(batch.co_owners)} co-owners"
-            row = shared.get((key, len(batch.co_owners)))
-            price, kernel = ((), "") if row is None else (row.ms, row.kernel)
-            if row is not None and row.split[size - 1 : size] != (batch.split,):
-                found.append(f"{name} is planned with split={batch.split}, its price is not")
-            if not all(can_be_shared(plan.specs, plan.specs.matrices[i]) for i in batch.matrices):
-                found.append(f"{name} cannot be cut into slices")
         if domain_of and len({domain_of[i] for i in batch.matrices}) > 1:
             found.append(f"a batch on rank {batch.owner} mixes matrices of different domains")
         if size > len(price):
@@ -124,25 +106,24 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 
 
 def _wrong_claims(
-    plan: OwnershipPlan, problem: Problem, makespan: int, bound: int, shared_bound: int
+    plan: OwnershipPlan, problem: Problem, makespan: int, bound: int
 ) -> Iterator[str]:
     """False claims of the plan about its makespan, bound, status and contents."""
-    has_proof = plan.proof is not None or plan.has_co_owners
+    has_proof = plan.proof is not None
     if has_proof and bound < problem.ticks(plan.lower_bound_ms):
         what, proof = f"{plan.lower_bound_ms:.6g} ms", f"{problem.ms(bound):.6g} ms"
-        by = "prices" if plan.has_co_owners else "duals"
-        yield f"the plan claims a lower bound of {what}; its {by} prove {proof}"
+        yield f"the plan claims a lower bound of {what}; its duals prove {proof}"
     if has_proof and plan.status == "optimal" and bound < makespan:
         yield "the plan claims to be optimal, which its proof does not show"
     if (plan.status == "time_limit") != (plan.search.hit_time_limit and plan.status != "optimal"):
         was = "was" if plan.search.hit_time_limit else "was not"
         yield f"the plan claims the status {plan.status!r} and that it {was} stopped by the clock"
-    alone, shared = plan.alone_ms, plan.shared_ms
-    others = [ms for _, ms in plan.search.alternatives]
-    if plan.has_co_owners and min(others, default=0.0) < (alone or 0):
-        yield f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
-    if shared is not None and not shared_bound <= problem.ticks(shared) < makespan:
-        yield f"the plan claims that sharing would take {shared:.6g} ms, which cannot be"
+    if (step := plan.step) is not None:
+        work = sum(plan.loads_ms) / plan.topology.world
+        if not math.isclose(step.work_ms, work, rel_tol=1e-6, abs_tol=1e-6):
+            yield f"the plan claims {step.work_ms:.6g} ms of work on a rank; it has {work:.6g} ms"
+        if step.ms < (1 - 1e-6) * max(step.work_ms, step.link_ms):
+            yield f"the plan claims a step of {step.ms:.6g} ms, shorter than its work or links"
     if (claim := plan.claim) is None:
         return
     if abs(problem.ticks(claim.makespan_ms) - makespan) > len(plan.batches):
@@ -170,24 +151,6 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             for of in tables
         ):
             yield f"the prices are not those of {source!r}"
-        if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
-            yield f"the prices of co-owners are not those of {source!r}"
-    if plan.shared_prices or plan.has_co_owners:
-        priced = {(row.key, row.co_owners) for row in plan.shared_prices}
-        for key, k in sharable(plan).keys() - priced:
-            yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
-
-
-def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
-    right = shared_prices(plan, costs, max(len(r.ms) for r in plan.shared_prices), UNLIMITED)
-    known, stored = (
-        {(row.key, row.co_owners): row for row in rows} for rows in (right, plan.shared_prices)
-    )
-    return stored.keys() == known.keys() and all(
-        row.split == known[name].split[: len(row.split)]
-        and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(row.ms, known[name].ms))
-        for name, row in stored.items()
-    )
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
@@ -205,9 +168,6 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
     for batch in plan.batches:
-        domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
-        if (size := len(batch.co_owners)) and batch.co_owners not in blocks_in(plan, domain, size):
-            yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
         for i in batch.matrices if domains else ():
             for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:
                 yield f"rank {rank} may not own {plan.specs.matrices[i].name}"

@@ -23,8 +23,6 @@ from dmuon.scheduler.json_files import cut, decode_fields, parse, sha256, write_
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
-SliceKey = tuple[int, int, str, int, bool]
-
 ORIGINS = ("measured", "derived", "interpolated", "estimated", "analytic", "given")
 """How a price came about; "derived" is `by_smaller`, "estimated" is scaled from what was measured,
 beyond its range."""
@@ -106,12 +104,11 @@ class AnalyticDevice:
         square = 2 * half * steps * rows**3, 5.0 * steps * rows**2
         return self._ms(batch, rows, (wide, square), 3 * steps)
 
-    def gram_ms(self, rows: int, width: int, batch: int, steps: int, part: float = 1.0) -> float:
-        """The same of the Gram form on slices of so many columns, with a ``part`` of the products
-        of rows x rows."""
+    def gram_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
+        """The same of the Gram form."""
         (segments, squares), half = gram_products(steps), 0.5 if self.triangles else 1.0
-        wide = 2 * (1 + half) * segments * width * rows**2, 3.0 * segments * width * rows
-        square = 2 * half * squares * part * rows**3, 4.0 * squares * rows**2
+        wide = 2 * (1 + half) * segments * cols * rows**2, 3.0 * segments * cols * rows
+        square = 2 * half * squares * rows**3, 4.0 * squares * rows**2
         return self._ms(batch, rows, (wide, square), 2 * segments + squares)
 
     def _ms(
@@ -124,11 +121,6 @@ class AnalyticDevice:
         (wide, x), (square, _) = times
         each = wide + square + x if self.fitted else sum(map(max, times))
         return 1e3 * (batch * each + launches * self.launch_s)
-
-    def exchange(self, *, across: bool) -> Link:
-        """Among ranks of one node, or ``across`` nodes."""
-        latency = 3e-4 if self.fitted else 4e-5 if across else 1.5e-5
-        return Link(latency, self.network if across else self.link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +136,6 @@ class Rates:
     call_s: Overhead
     turn_s: Overhead
     sent_s: Overhead
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
-    ``bandwidth`` bytes per second."""
-
-    latency_s: float
-    bandwidth: float
-
-    def ms(self, nbytes: float) -> float:
-        """Milliseconds until ``nbytes`` are sent and as many received."""
-        return 1e3 * (self.latency_s + nbytes / self.bandwidth)
 
 
 # By name: what a driver's name of it matches, the special ones first; dense half-precision
@@ -295,14 +274,8 @@ class CostTable:
 
     ``kernels`` names likewise the kernel that took the time of an entry, or would run a batch whose
     time was not reached. ``momentum``: prices are of momentum update, normalization and
-    Newton-Schulz, as where an owner keeps the momentum; else of Newton-Schulz alone.
-
-    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
-    of a co-owner's products, by batch size. With split they also share the products of short side x
-    short side. ``links`` are the exchanges by the number of co-owners, ``ns_item`` the bytes of an
-    element that travels, ``sum_item`` those of a part of a sum. Alone on its machine an owner would
-    be ``contention`` times as fast (processes that share cores). ``rates``: what else a training
-    step takes there, where that was measured.
+    Newton-Schulz, as where an owner keeps the momentum; else of Newton-Schulz alone. ``rates``:
+    what else a training step takes there, where that was measured.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -316,11 +289,6 @@ class CostTable:
     entry_origin: str = "given"
     kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
     momentum: bool = True
-    slices: Mapping[SliceKey, Mapping[int, float]] = field(default_factory=dict)
-    links: Mapping[int, Link] = field(default_factory=dict)
-    ns_item: int = 2
-    sum_item: int = 2
-    contention: float = 1.0
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
@@ -330,9 +298,8 @@ class CostTable:
             )
         entries = self._canonical(self.entries, "finite milliseconds >= 0", _is_time)
         kernels = self._canonical(self.kernels, "kernels such as 'standard/torch/bfloat16'", _named)
-        slices = {key: dict(sorted(by.items())) for key, by in self.slices.items()}
-        for name, value in (("entries", entries), ("kernels", kernels), ("slices", slices)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "entries", entries)
+        object.__setattr__(self, "kernels", kernels)
 
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
@@ -434,42 +401,6 @@ class CostTable:
         ms = first * (1 - part) + last * part
         return min(max(ms, min(first, last)), max(first, last)), "interpolated"  # despite rounding
 
-    def shared_ms(
-        self, key: ShapeKey, batch: int, co_owners: int, across: bool
-    ) -> tuple[float, bool, str]:
-        """(milliseconds of a batch for so many co-owners, split, origin of the price), with all
-        exchanges in full: ``across`` nodes or not, where ``links`` has none."""
-        rows, cols, dtype = canonical_key(key)
-        width, k = -(-cols // co_owners), co_owners
-        alone, origin = self._price(key, batch)
-        device = self.device or ANALYTIC_DEVICES["cpu"]
-        found, steps = [], self.ns_steps
-        for split in (False, True):
-            if known := self.slices.get((rows, cols, dtype, k, split), {}):
-                ms, origin = self._between(known, batch)
-            else:
-                # As much of what one owner takes as a slice has of the work, in the same form.
-                ms = alone * device.gram_ms(rows, width, batch, steps, 1 / k if split else 1.0)
-                ms /= device.gram_ms(rows, cols, batch, steps)
-                origin = "estimated" if self.entries else origin
-            found.append(ms)
-        segments, squares = gram_products(steps)
-        path = self.links.get(k) or device.exchange(across=across)
-        # About half of a square in 2k strips, of which each keeps its own.
-        numel = batch * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
-        sent, parts = numel * self.ns_item, numel * self.sum_item
-        # Sums of strips, and then all strips; two co-owners send each other all at once.
-        sums = segments * (path.ms(2 * parts) if k == 2 else path.ms(parts) + path.ms(sent))
-        # R P is not exchanged on the way to (R P) P, once for each step but the segments' first.
-        exchanges = squares - (steps - segments)
-        each, split_ms = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
-        return min(each, split_ms), split_ms < each, origin
-
-    def slice_kernel(self, key: ShapeKey) -> str:
-        """That of a whole matrix if it is of the Gram form, else "" for the fixed rule."""
-        kernel = self.kernel(key, 1)
-        return kernel if kernel.startswith("gram") else ""
-
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named. A batch size with neither an entry nor
         a kernel runs as the next larger one that has any, beyond the largest as the largest: a
@@ -492,8 +423,6 @@ class CostTable:
             newer,
             entries=_merged(self.entries, newer.entries),
             kernels=_merged(kept, newer.kernels),
-            slices=_merged(self.slices, newer.slices),
-            contention=newer.contention if newer.slices else self.contention,
         )
 
     def to_json(self) -> str:
@@ -601,13 +530,6 @@ _FIELDS = {
     "entries": tuple[Any, ...],
     "kernels": tuple[Any, ...],
 }
-_SHARING = {  # where there are times of co-owners
-    "slices": tuple[tuple[int, int, str, int, bool, dict[str, Number]], ...],
-    "links": tuple[tuple[int, Overhead, Rate], ...],
-    "ns_item": Annotated[int, (1, 8)],
-    "sum_item": Annotated[int, (1, 8)],
-    "contention": Number,
-}
 
 
 def _data_of(table: CostTable) -> dict[str, Any]:
@@ -619,14 +541,6 @@ def _data_of(table: CostTable) -> dict[str, Any]:
         return [dict(zip(names, (*key, as_text(by)))) for key, by in sorted(of.items())]
 
     made: dict[str, Any] = {} if table.rates is None else {"rates": asdict(table.rates)}
-    if table.slices or table.links:
-        made |= {
-            "slices": [[*key, as_text(by)] for key, by in table.slices.items()],
-            "links": [[k, link.latency_s, link.bandwidth] for k, link in table.links.items()],
-            "ns_item": table.ns_item,
-            "sum_item": table.sum_item,
-            "contention": table.contention,
-        }
     entries = rows(table.entries, "ms")
     for key, row in zip(sorted(table.entries), entries, strict=True):
         row["derived"] = [b for b in table.entries[key] if table.origin(key, b) == "derived"]
@@ -655,17 +569,13 @@ def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data.get("device"), dict):  # earlier files have no links
         later = list(asdict(ANALYTIC_DEVICES["cpu"]).items())[4:]
         data = data | {"device": dict(later) | data["device"]}
-    optional = _SHARING if "slices" in data else {}
-    optional = optional | ({"rates": Rates} if "rates" in data else {})
+    optional = {"rates": Rates} if "rates" in data else {}
     found = decode_fields(_FIELDS | optional, data)
     found["entry_origin"] = found.pop("origin")
     for name, value, of in (("entries", "ms", float), ("kernels", "kernel", str)):
         hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
         rows = [decode_fields(hints, row, f"{name}[{i}]") for i, row in enumerate(found[name])]
         found[name] = _by_batch([tuple(row.values()) for row in rows], name)
-    if "slices" in found:
-        found["links"] = {k: Link(*link) for k, *link in found["links"]}
-        found["slices"] = _by_batch(found["slices"], "slices")
     return found
 
 

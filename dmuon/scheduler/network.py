@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dmuon.config import BATCH_BUCKETS, BATCH_BYTES, BUCKET_BYTES, PlannerOptions, ShardedOptions
+from dmuon.config import BATCH_BUCKETS, BATCH_BYTES, PlannerOptions, ShardedOptions
 from dmuon.scheduler import simulate as sim
 from dmuon.scheduler.costs import CostTable, largest_batch
 from dmuon.scheduler.plan import (
@@ -32,7 +32,6 @@ from dmuon.scheduler.plan import (
     Unit,
     Way,
     buckets_of,
-    publish_buckets,
     units_of,
 )
 from dmuon.scheduler.shards import ShardMap
@@ -57,6 +56,7 @@ class Routes:
         self, plan: OwnershipPlan, shards: ShardMap, sizes: Sizes, item: int, machine: sim.Machine
     ) -> None:
         self.plan, self.shards, self.item, self.machine = plan, shards, item, machine
+        self.sizes = sizes
         self.units = units_of(plan, [0] * len(plan.specs.matrices))
         self.owners = [unit.copies or (unit.owner,) for unit in self.units]
         travel = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
@@ -103,8 +103,7 @@ class Routes:
     def _bucket(self, members: Sequence[int]) -> sim.Bucket:
         held = np.zeros(self.shards.world)
         for u in members:
-            if self.units[u].owner == self.units[u].first_owner:
-                held += sum(self._elements(i) for i in self.units[u].matrices)
+            held += sum(self._elements(i) for i in self.units[u].matrices)
         by_rank = {
             "ms": self.each(members, lambda u: u.ms), "units": self.each(members, lambda _: 1),
             "owned": self.each(members, lambda u: u.numel), "held": held,
@@ -118,25 +117,12 @@ class Routes:
         at = (box.offset[-2:], box.shape, box.steps[-2:]) if is_stack else box
         return self.shards.kind(matrix), self.shards.domains[matrix], at
 
-    def _elements(self, matrix: int, unit: Unit | None = None) -> sim.Floats:
-        """What each rank holds of a matrix, or of the slice of it that a unit has, [world]."""
-        shards = self.shards
-        box, start = shards.boxes[matrix], (0, 0) if unit is None else (unit.start, unit.cols)
-        ranks = shards.domains[matrix]
-        key = *self._place(matrix), start
-        if key not in self._held:
-            found = np.zeros(shards.world)
-            for rank in ranks:
-                piece = shards.piece(matrix, rank).box
-                if unit is not None:
-                    spec = shards.specs.matrices[matrix]
-                    long = spec.form.dims(len(box.shape))[spec.cols >= spec.rows]
-                    low, size = piece.offset[long], piece.shape[long]
-                    inside = min(low + size, unit.start + unit.cols) - max(low, unit.start)
-                    found[rank] = piece.numel // max(1, size) * max(0, inside)
-                else:
-                    found[rank] = piece.numel
-            self._held[key] = found
+    def _elements(self, matrix: int) -> sim.Floats:
+        """How many elements of a matrix each rank holds, [world]."""
+        if (key := self._place(matrix)) not in self._held:
+            found = self._held[key] = np.zeros(self.shards.world)
+            for rank in self.shards.domains[matrix]:
+                found[rank] = self.shards.piece(matrix, rank).box.numel
         return self._held[key]
 
     def _spread(self, sets: Sets) -> sim.Floats:
@@ -159,19 +145,16 @@ class Routes:
         for u in members:
             unit = self.units[u]
             for i in unit.matrices:
-                key = self._place(i), self.owners[u], unit.start
+                key = self._place(i), self.owners[u]
                 alike[key] = i, u, alike.get(key, (0, 0, 0))[2] + 1
         ways = np.zeros((2, 2, world))  # (near, far) x (sent, came), of the gather
         sources: dict[Sets, sim.Floats] = defaultdict(lambda: np.zeros(world))
         for i, u, count in alike.values():
             unit = self.units[u]
-            pieces = count * self._elements(i, unit if unit.co_owners else None)
+            pieces = count * self._elements(i)
             for owner in self.owners[u]:
-                is_sender = shards.is_in_replica(i, unit.first_owner if unit.co_owners else owner)
-                if unit.owner == unit.first_owner:
-                    whole = count * self._elements(i) if unit.co_owners else pieces
-                    sources[shards.sharing(i, unit.copies, topology)] += whole * is_sender
-                sent = pieces * is_sender
+                sent = pieces * shards.is_in_replica(i, owner)
+                sources[shards.sharing(i, unit.copies, topology)] += sent
                 sent[owner] = 0
                 for level, is_near in enumerate((self._is_near[owner], ~self._is_near[owner])):
                     ways[level, 0] += sent * is_near
@@ -215,34 +198,19 @@ class Routes:
         handed = float(ways[:, 0].sum(0).mean())
         return sim.Exchange(purpose, 1, across > 0, float(ways[0].max()), across, handed)
 
-    def published(self, is_gloo: bool) -> list[sim.Bucket]:
-        """What owners compute and, in `reduced`, publish in broadcasts: the n-th of each owner."""
-        plan, size = self.plan, BUCKET_BYTES
-        world = sim.Group.along(plan.topology, range(len(plan.topology.shape)))
-        of_owner: dict[int, list[list[int]]] = defaultdict(list)
-        for owner, members in publish_buckets(self.units, size, self.item):
-            of_owner[owner].append([*members])
-        most = max(map(len, of_owner.values()), default=0)
-        turns = ({o: mine[n] for o, mine in of_owner.items() if n < len(mine)} for n in range(most))
-        return [self._published(turn, world, is_gloo) for turn in turns]
+    def published(self) -> list[sim.Bucket]:
+        """What owners compute and, in `reduced`, publish to all."""
+        every, _ = buckets_of(self.units, range(len(self.units)), self.sizes, self.item)
+        return [self._published(members) for members in every]
 
-    def _published(
-        self, turn: Mapping[int, list[int]], world: sim.Group, is_gloo: bool
-    ) -> sim.Bucket:
-        members = [u for mine in turn.values() for u in mine]
-        every, scatter = float(sum(self.units[u].numel for u in members)), _NOTHING
-        if self.plan.layout is Layout.REDUCED:
-            nbytes = self.item * every
-            scatter = sim.collective("updates", "all_gather", nbytes, world, is_gloo=is_gloo)
-            if is_gloo:  # trees: bytes leave their owner, and then others, one owner at a time
-                depth = math.ceil(math.log2(max(2, world.ranks)))
-                across = depth * nbytes * (scatter.across > 0)
-                scatter = replace(scatter, turns=depth * len(turn), across=across)
+    def _published(self, members: Sequence[int]) -> sim.Bucket:
         ms, units, owned = (
-            self.of_classes(self.each(members, value))
-            for value in (lambda u: u.ms, lambda _: 1, lambda u: u.numel)
+            self.each(members, value) for value in (lambda u: u.ms, lambda _: 1, lambda u: u.numel)
         )
-        return sim.Bucket(_NOTHING, (scatter,) * bool(scatter), ms, units, owned, 0 * ms + every)
+        is_reduced, everyone = self.plan.layout is Layout.REDUCED, (tuple(range(len(ms))),)
+        turns = self._turns({everyone: self.item * owned}, is_published=True) if is_reduced else ()
+        sizes = map(self.of_classes, (ms, units, owned, 0 * ms + owned.sum()))
+        return sim.Bucket(_NOTHING, (*turns,), *sizes)
 
 
 def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tuple[float, int]:
@@ -311,7 +279,7 @@ def job_of(
     verdict = sim.collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
     return sim.Job(
         machine, layout, [] if is_alone else sim.blocks_of(specs, load), groups, load,
-        routes.published(machine.is_cpu) if at_owners else routes.buckets(),
+        routes.published() if at_owners else routes.buckets(),
         replace(verdict, turns=min(1, verdict.turns)) if machine.is_cpu else verdict,
         _work(routes, costs, ns_item, groups.shards.ranks if is_dedicated else 1, is_alone),
         sizes.buffers, routes.slots, uneven, **how,
@@ -455,29 +423,20 @@ def planned(
             batch_numel=size // item, way=way,
         )  # fmt: skip
 
-    if shards is None or layout.keeps_state_at_owners or topology.world == 1:
-        return make(Way(), solver)
-    parts = {i: parts_of(shards.replicas(i), topology) for i in range(len(specs.matrices))}
-    parts, redundancy = {i: of for i, of in parts.items() if of}, options.redundancy
-    ends = sorted({1, *(len(each) for of in parts.values() for each in of)})
-    if redundancy != "auto" and redundancy not in ends:
-        raise PlanError(
-            f"redundancy={redundancy}: so many parts of this mesh can compute a matrix by "
-            f"themselves: {', '.join(map(str, ends))}. Pass one of these, or 'auto'"
-        )
-    note = f"redundancy 1, because {differ}" if differ and redundancy != 1 and parts else ""
-    redundancy = 1 if note or options.co_owners != "off" else redundancy
+    if shards is None or layout is Layout.DEDICATED or topology.world == 1:
+        return make(Way())
+    free = () if layout.keeps_state_at_owners else range(len(specs.matrices))
+    every = {i: parts_of(shards.replicas(i), topology) for i in free}
+    parts = {i: of for i, of in every.items() if of}
+    redundancy, note = _redundancy(parts, options.redundancy, differ)
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
     machine: sim.Machine | None = None
     with suppress(PlanError):  # nothing is known of links
         machine = sim.Machine.of(costs, topology)
     is_large = len(specs.matrices) > _MOST_SIMULATED  # of which one plan takes seconds
     if machine is None or (is_large and not (parts and redundancy == "auto")):
-        return _noted(make(start, solver), note)
-
-    def job(plan: OwnershipPlan) -> sim.Job:
-        assert machine is not None
-        return job_of(plan, shards, costs, machine, None, asked)
+        return _noted(make(start), note)
+    job = partial(job_of, shards=shards, costs=costs, machine=machine, options=asked)
 
     def ms_of(plan: OwnershipPlan) -> float:
         return sim.optimizer_ms(job(plan))
@@ -485,28 +444,46 @@ def planned(
     is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
     most = max(3, min(120, _MOST_LOOKED_AT // max(1, len(specs.matrices))))
     quick = "round_robin" if solver == "round_robin" else "greedy"
-    free, sizes = parts if redundancy == "auto" else {}, _SIZES if is_free else ()
-    search = Search(start, partial(make, by=quick), ms_of, free, most)
+    sizes = _SIZES if is_free else ()
+    tried = parts if redundancy == "auto" else {}
+    search = Search(start, partial(make, by=quick), ms_of, tried, most)
     search.run(() if is_large else sizes)
-    # Whichever solver is the best by makespan, the step decides.
     best, plan = search.best, make(search.best)
-    if solver == "auto" and not is_large:
+    if solver == "auto" and not is_large:  # whichever solver is the best by makespan
         with suppress(PlanError):  # of a memory cap that it does not fit
             in_turn = partial(make, by="round_robin")
             other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, most)
             other.run(sizes)
-            first = plan
-            plan = min(plan, make(best, quick), in_turn(other.best), in_turn(best), key=ms_of)
-            if plan.prices == first.prices:  # what bounds one bounds the other
-                bound, status = first.lower_bound_ms, plan.status
-                status = "optimal" if plan.makespan_ms <= bound else status
-                plan = replace(plan, lower_bound_ms=bound, proof=first.proof, status=status)
-    every = Way({i: of[-1] for i, of in parts.items()}, best.bucket_bytes)
+            others = make(best, quick), in_turn(other.best), in_turn(best)
+            plan = _bounded(min(plan, *others, key=ms_of), plan)
+    whole = Way({i: of[-1] for i, of in parts.items()}, best.bucket_bytes)
     once_ms = search.first_ms if redundancy in (1, "auto") else ms_of(make(Way()))
-    copied_ms = ms_of(make(every)) if parts else None
-    work_ms, link_ms = math.fsum(plan.loads_ms) / topology.world, sim.link_ms(job(plan))
-    step = StepTimes(ms_of(plan), once_ms, copied_ms, work_ms, link_ms)
-    return _noted(replace(plan, step=step), note)
+    ends = once_ms, ms_of(make(whole)) if parts else None
+    least = math.fsum(plan.loads_ms) / topology.world, sim.link_ms(job(plan))
+    return _noted(replace(plan, step=StepTimes(ms_of(plan), *ends, *least)), note)
+
+
+def _redundancy(
+    parts: Mapping[int, Sequence[Parts]], asked: str | int, differ: str
+) -> tuple[str | int, str]:
+    """What was ``asked`` for, or 1 and why; PlanError if no ``parts`` are so many."""
+    ends = sorted({1, *(len(each) for of in parts.values() for each in of)})
+    if asked != "auto" and asked not in ends:
+        raise PlanError(
+            f"redundancy={asked}: so many parts of this mesh can compute a matrix by "
+            f"themselves: {', '.join(map(str, ends))}. Pass one of these, or 'auto'"
+        )
+    if differ and asked != 1 and parts:
+        return 1, f"redundancy 1, because {differ}"
+    return asked, ""
+
+
+def _bounded(plan: OwnershipPlan, other: OwnershipPlan) -> OwnershipPlan:
+    """``plan`` with the bound of another one by the same prices, which holds for both."""
+    if plan.prices != other.prices:
+        return plan
+    status = "optimal" if plan.makespan_ms <= other.lower_bound_ms else plan.status
+    return replace(plan, lower_bound_ms=other.lower_bound_ms, proof=other.proof, status=status)
 
 
 def _noted(plan: OwnershipPlan, note: str) -> OwnershipPlan:

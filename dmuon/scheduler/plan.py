@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Annotated, Any
 
 from dmuon.config import BATCH_BUCKETS, BUCKET_BYTES, ShardedOptions
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec, ShapeKey
 from dmuon.scheduler.topology import Topology
-from dmuon.types import KernelChoice, Layout, PlanError, grouped, runs_of
+from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 FORMAT_VERSION = 12
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
@@ -54,23 +54,20 @@ class Batch:
     """Matrices of one shape that their owner orthogonalizes together.
 
     ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time; ``kernel`` as
-    `KernelChoice` writes it, or "" for the fixed rule at run time. ``co_owners``, if any, the owner
-    first, have a slice of the longer dim and ``ms`` each; ``split``: they also share the products
-    of short side x short side, by rows. ``copies``, if any, the owner first, compute all of it each
-    (redundancy): one for each part of the mesh, whose ranks take its result."""
+    `KernelChoice` writes it, or "" for the fixed rule at run time. ``copies``, if any, the owner
+    first, compute all of it each (redundancy): one for each part of the mesh, whose ranks take its
+    result."""
 
     owner: int
     matrices: tuple[int, ...]
     ms: float
     kernel: str = ""
-    co_owners: tuple[int, ...] = ()
-    split: bool = False
     copies: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All that work on it."""
-        return self.co_owners or self.copies or (self.owner,)
+        return self.copies or (self.owner,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +82,22 @@ class PriceRow:
     kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_prices(self, self.origin, *([self.kernels] if self.kernels else []))
+        columns = [self.origin, *([self.kernels] if self.kernels else [])]
+        if not self.ms or any(len(column) != len(self.ms) for column in columns):
+            raise PlanError(f"expected as many origins and kernels as prices, found {self}")
+        for batch, ms in enumerate(self.ms, 1):
+            if not 0 <= ms <= _MOST_BATCH_MS:
+                raise PlanError(
+                    "the cost of {} matrices of {} x {} {}".format(batch, *self.key)
+                    + f" must be between 0 and {_MOST_BATCH_MS:g} milliseconds, found {ms}: "
+                    "measure again, or correct the cost table"
+                )
         for kernel in self.kernels:
             _check_kernel(kernel)
 
     def kernel(self, batch: int) -> str:
         """The kernel of a batch of this size, "" for none."""
         return self.kernels[batch - 1] if batch <= len(self.kernels) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrice:
-    """As `PriceRow`, of each of some co-owners, exchanges included; ``split`` as in `Batch`."""
-
-    key: ShapeKey
-    co_owners: Annotated[int, (2, 1 << 20)]
-    ms: tuple[float, ...]
-    split: tuple[bool, ...]
-    origin: tuple[str, ...]
-    kernel: str = ""
-
-    def __post_init__(self) -> None:
-        _check_prices(self, self.split, self.origin)
-        _check_kernel(self.kernel)
-
-
-def _check_prices(row: PriceRow | SharedPrice, *of_each: Sequence[object]) -> None:
-    if not row.ms or any(len(column) != len(row.ms) for column in of_each):
-        raise PlanError(f"expected as many origins, kernels and splits as prices, found {row}")
-    for batch, ms in enumerate(row.ms, 1):
-        if not 0 <= ms <= _MOST_BATCH_MS:
-            raise PlanError(
-                "the cost of {} matrices of {} x {} {}".format(batch, *row.key)
-                + f" must be between 0 and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure "
-                "again, or correct the cost table"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +158,6 @@ class OwnershipPlan:
     ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as ``proof``
     lets anyone recompute without a solver (see `certificate`). ``claim`` is None in a plan by hand.
 
-    Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
-    and ``alone_ms`` is the best makespan found without. Where none has, it holds for such plans,
-    and ``shared_ms`` is the makespan of a way to share that was not asked for, or saves too little.
-
     ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own). ``step`` is what
     was simulated to choose (None: nothing is known of links, or nothing travels).
     """
@@ -201,9 +175,6 @@ class OwnershipPlan:
     prices: tuple[PriceRow, ...] = ()
     proof: Proof | None = None
     claim: Claim | None = None
-    shared_prices: tuple[SharedPrice, ...] = ()
-    alone_ms: float | None = None
-    shared_ms: float | None = None
     bucket_bytes: int | None = None
     step: StepTimes | None = None
 
@@ -211,7 +182,6 @@ class OwnershipPlan:
         self.limits.check(len(self.specs.matrices), self.topology.world)
         _check_batches(self.batches, self.specs.matrices, self.topology.world)
         different((price.key for price in self.prices), "the shapes in prices")
-        different(((p.key, p.co_owners) for p in self.shared_prices), "those in shared_prices")
         if self.status not in STATUSES:
             raise PlanError(f"status: expected one of {', '.join(STATUSES)}, found {self.status!r}")
         missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
@@ -222,21 +192,16 @@ class OwnershipPlan:
         counts = f"matrices={len(self.specs.matrices)}, ranks={self.topology.world}"
         return f"OwnershipPlan({counts}, layout={self.layout.value!r})"
 
-    @property
-    def has_co_owners(self) -> bool:
-        """True if any matrix has several owners."""
-        return any(batch.co_owners for batch in self.batches)
-
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Owner of each matrix, the first of its co-owners."""
+        """The owner of each matrix."""
         owners = {i: batch.owner for batch in self.batches for i in batch.matrices}
         return tuple(owners[i] for i in range(len(self.specs.matrices)))
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that compute each matrix whole; of one with co-owners the first of these."""
-        found = {i: b.copies or (b.owner,) for b in self.batches for i in b.matrices}
+        """The ranks that compute each matrix, the owner first."""
+        found = {i: b.ranks for b in self.batches for i in b.matrices}
         return tuple(found[i] for i in range(len(self.specs.matrices)))
 
     @cached_property
@@ -264,7 +229,7 @@ class OwnershipPlan:
         return max(self.loads_ms)
 
     def owned_by(self, rank: int) -> tuple[str, ...]:
-        """Names of the matrices that ``rank`` owns, alone or with others, in registration order."""
+        """Names of the matrices that ``rank`` orthogonalizes, in registration order."""
         mine = sorted(i for b in self.batches if rank in b.ranks for i in b.matrices)
         return tuple(self.specs.matrices[i].name for i in mine)
 
@@ -284,8 +249,7 @@ class OwnershipPlan:
             "matrices": sorted(matrices),
             "topology": _plain(self.topology) | {"axes": None},  # names decide nothing
             "batches": [
-                (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel, b.split)
-                + (b.copies,) * bool(b.copies)
+                (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel)
                 for b in self.batches
             ],
             "layout": self.layout,
@@ -334,7 +298,7 @@ def digest(data: dict[str, Any]) -> str:
     return sha256(data | {"digest": None, "search": search}, _plain)
 
 
-_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof, SharedPrice)
+_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof)
 
 
 def _plain(value: Any) -> Any:
@@ -436,9 +400,8 @@ class Unit:
     orthogonalized together.
 
     A unit that has matrices and transposes is stacked short side first, and ``transposed`` says
-    whose slot holds the transpose (empty: none). Of matrices with ``co_owners`` each of these has a
-    unit: ``rows`` is the short side, ``cols`` its ``owner``'s part of the long one, from ``start``.
-    With ``copies`` the owner is the one whose result the ranks of ``audience`` take (empty: all).
+    whose slot holds the transpose (empty: none). With ``copies`` the owner is the one whose result
+    the ranks of ``audience`` take (empty: all).
     """
 
     owner: int
@@ -449,9 +412,6 @@ class Unit:
     ms: float
     kernel: str = ""
     transposed: tuple[bool, ...] = ()
-    co_owners: tuple[int, ...] = ()
-    start: int = 0
-    split: bool = False
     copies: tuple[int, ...] = ()
     audience: tuple[int, ...] = ()
 
@@ -459,11 +419,6 @@ class Unit:
     def is_counted(self) -> bool:
         """Whether its owner is the one of all copies that is told of."""
         return not self.copies or self.owner == self.copies[0]
-
-    @property
-    def first_owner(self) -> int:
-        """The first of the co-owners, or the only owner."""
-        return self.co_owners[0] if self.co_owners else self.owner
 
     def holds_transpose(self, position: int) -> bool:
         """True if the slot of the matrix at this position holds its transpose."""
@@ -483,11 +438,8 @@ def units_of(
 ) -> tuple[Unit, ...]:
     """The planned batches as executed: cut where their matrices are in different ``groups``, and
     with ``one_by_one`` also transposes from others; a cut batch shares its predicted time out.
-
-    Units are in the order of the plan, but those with the most co-owners come first, so that no
-    rank waits while others work alone."""
-    batches = sorted(plan.batches, key=lambda b: -len(b.co_owners))
-    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, one_by_one))
+    Units are in the order of the plan."""
+    return tuple(unit for batch in plan.batches for unit in _cut(plan, batch, groups, one_by_one))
 
 
 def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: bool) -> list[Unit]:
@@ -500,23 +452,8 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: b
         transposed = tuple(shape != (rows, cols) for shape in shapes) if is_mixed else ()
         share = batch.ms * len(members) / len(batch.matrices)
         unit = Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed)
-        unit = replace(unit, copies=batch.copies)
-        units += _slices(unit, batch) if batch.co_owners else [unit]
+        units.append(replace(unit, copies=batch.copies))
     return units
-
-
-def _slices(unit: Unit, batch: Batch) -> list[Unit]:
-    """The unit of each co-owner, short side first."""
-    short, long = sorted((unit.rows, unit.cols))
-    turned = unit.transposed or (unit.rows > unit.cols,) * len(unit.matrices)
-    edges = [long * j // len(batch.co_owners) for j in range(len(batch.co_owners) + 1)]
-    return [
-        replace(
-            unit, owner=rank, rows=short, cols=end - start, transposed=turned,
-            co_owners=batch.co_owners, start=start, split=batch.split,
-        )
-        for rank, (start, end) in zip(batch.co_owners, pairwise(edges), strict=True)
-    ]  # fmt: skip
 
 
 def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | None) -> int:
@@ -529,21 +466,6 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
     if min_buckets is None:
         min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
     return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
-
-
-def publish_buckets(
-    units: Sequence[Unit], bucket_bytes: int, item: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """The units whose results leave in one broadcast each, with their owner, in the order of their
-    predicted completion. Each owner fills its buckets in its order of execution, up to about
-    ``bucket_bytes`` in a dtype of ``item`` bytes."""
-    done = []
-    for owner, mine in grouped((unit.owner, u) for u, unit in enumerate(units)).items():
-        clock = 0.0
-        for members in runs_of(mine, lambda u: units[u].numel * item, bucket_bytes):
-            clock += sum(units[u].ms for u in members)
-            done.append((clock, owner, tuple(members)))
-    return [(owner, members) for _, owner, members in sorted(done)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,7 +520,7 @@ def cut_buckets(
     Every owner has about the same share of its time in each bucket, so that none waits for another.
     The first and the last are half as large, because nothing hides the gather of the first and the
     scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
-    else it is cut once more. A unit with co-owners is in one bucket on all of them.
+    else it is cut once more.
     """
     if not (by_owner := grouped((units[u].owner, u) for u in travelling)):
         return ()
@@ -619,7 +541,6 @@ def cut_buckets(
         total = sum(weights)
         middles += [((end - w / 2) / total, u) for u, w, end in zip(mine, weights, ends)]
     bucket_of: dict[int, int] = {}
-    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
     part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # sizes: of each owner in the bucket
     for middle, u in sorted(middles):
         owner, nbytes = units[u].owner, units[u].numel * item
@@ -629,11 +550,9 @@ def cut_buckets(
             part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
         sizes[owner] += nbytes
         bucket_of[u] = bucket
-        if units[u].co_owners:
-            together[units[u].matrices] = bucket  # the last one's
     buckets: list[list[int]] = [[] for _ in range(bucket + 1)]
     for u, b in sorted(bucket_of.items()):
-        buckets[together.get(units[u].matrices, b)].append(u)
+        buckets[b].append(u)
     return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
@@ -656,24 +575,10 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
                 raise PlanError(f"owner {rank} is not a rank of a mesh of {world} ranks")
         if not batch.matrices or len({matrices[i].key for i in batch.matrices}) != 1:
             raise PlanError(f"a batch must hold matrices of one shape and dtype, found {batch}")
-        ranks, matrix = batch.co_owners, matrices[batch.matrices[0]]
-        if ranks and (len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner):
-            found = f"{ranks[:8]} for owner {batch.owner}"
-            raise PlanError(f"co_owners must be two ranks or more, the owner first, found {found}")
-        if len(ranks) > max(matrix.shape):
+        copies = batch.copies
+        if copies and (copies[0] != batch.owner or not 1 < len(copies) == len({*copies})):
             raise PlanError(
-                f"{matrix.name!r} has {len(ranks)} co-owners, more than its longer side "
-                f"{max(matrix.shape)} has columns: use fewer"
-            )
-        if ranks and batch.kernel.startswith("standard"):
-            found = f"its kernel is {batch.kernel!r}"
-            raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")
-        if batch.split and not ranks:
-            raise PlanError(f"a batch on rank {batch.owner} is split, but has no co-owners")
-        copies, alone = batch.copies, batch.copies[:1] in ((), (batch.owner,)) and not ranks
-        if copies and not (alone and 1 < len(copies) == len({*copies})):
-            raise PlanError(
-                "copies must be two ranks or more, the owner first, without co-owners, found "
+                "copies must be two ranks or more, the owner first, found "
                 f"{copies[:8]} for owner {batch.owner}"
             )
         try:

@@ -199,7 +199,7 @@ def build_problem(
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
     a single rank may own are no shapes, because these would make each rank a class of its own.
-    ``without``: matrices that co-owners share, which keeps each rank ``busy`` for so many ticks.
+    ``without``: matrices with copies, which keep each rank ``busy`` for so many ticks.
     PlanError: ``limits`` do not fit; SizeError: the problem is too large to be worked on."""
     limits.check(len(matrices), world)
     total = math.fsum(prices[matrix.key][0] for matrix in matrices)

@@ -656,10 +656,11 @@ class _Pipelined:
         self._gathers: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._turn = [0] * len(job.buckets)
+        self.depth = max((len(b.turns) for b in job.buckets), default=0)
 
     def run(self, verdict: int, model: Model) -> None:
         run, job = self._run, self._job
-        count, depth = len(job.buckets), max((len(b.turns) for b in job.buckets), default=0)
+        count = len(job.buckets)
         only_publishes = not any(bucket.gather for bucket in job.buckets)
         is_ahead = bool(job.buckets) and only_publishes and run.machine.is_cpu
         if not is_ahead:
@@ -679,22 +680,20 @@ class _Pipelined:
                     left = self._meanwhile(1 / (count + 1 - b), left)
                 while self._turn[b - job.slots] < len(job.buckets[b - job.slots].turns):
                     self._send_on(b - job.slots)
-                self._apply(b - job.slots)
+                self.apply(b - job.slots)
             run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
             _passes(run, job, f"leaving {b}", _COPY, bucket.owned)
             if not b and is_ahead:
                 run.wait(verdict)
-            for back in range(depth + 1):
-                self._send_on(b - back)
-        for b in range(count, count + depth):
-            for back in range(1, depth + 1):
-                self._send_on(b - back)
+            self.send_on(b)
+        for b in range(count, count + self.depth):
+            self.send_on(b)
         if only_publishes:
             self._meanwhile(1.0, left)
         for b in range(max(0, count - job.slots), count):
             if job.is_late and b in self._sent:  # at the layer whose weights they are
                 model.late[b * len(job.blocks) // count].append(self._sent.pop(b))
-            self._apply(b)
+            self.apply(b)
 
     def _meanwhile(self, part: float, left: float) -> float:
         """A part of what is left of what lies alone, and at last all else; what is left then."""
@@ -713,6 +712,11 @@ class _Pipelined:
         if b < len(self._job.buckets) and self._job.buckets[b].gather:
             self._gathers[b] = self._run.send(f"gather {b}", self._job.buckets[b].gather)
 
+    def send_on(self, last: int) -> None:
+        """The next turn of this bucket, and then of those before it."""
+        for back in range(self.depth + 1):
+            self._send_on(last - back)
+
     def _send_on(self, b: int) -> None:
         turns = self._job.buckets[b].turns if 0 <= b < len(self._turn) else ()
         if turns and self._turn[b] < len(turns):
@@ -723,7 +727,7 @@ class _Pipelined:
             self._sent[b] = self._run.send(f"{exchange.purpose} {which}", exchange)
             self._turn[b] += 1
 
-    def _apply(self, b: int) -> None:
+    def apply(self, b: int) -> None:
         if b in self._sent:
             self._run.wait(self._sent.pop(b))
         _passes(self._run, self._job, f"apply {b}", _APPLY, self._job.buckets[b].held)
@@ -740,24 +744,25 @@ def block_step(run: Run, job: Job, model: Model) -> None:
 
 
 def owners_step(run: Run, job: Job, model: Model) -> None:
-    """Muon, momentum with owners, whose prices include it. In `reduced` each owner's updates leave
-    in one broadcast per bucket."""
+    """Muon, momentum with owners, whose prices include it. In `reduced` buckets of updates go from
+    all owners to all ranks."""
     run.exchange("verdict", job.verdict)
-    sent = []
-    for b, bucket in enumerate(job.buckets):
-        run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
-        if bucket.turns:
-            sent.append(run.send(f"updates {b}", bucket.turns[0]))
-        else:  # its weights lie here
-            _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
+    way, count = _Pipelined(run, job), len(job.buckets)
+    for b in range(count + way.depth):
+        if b < count:
+            bucket, calls = job.buckets[b], _UNIT_CALLS * job.buckets[b].units.max()
+            run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, calls)
+            if not bucket.turns:  # its weights lie here
+                _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
+        way.send_on(b)
     if job.around is Layout.DEDICATED:
         for i, block in enumerate(job.blocks[1:]):
             if published := job.to_holders(block):
                 model.late[i].append(run.send(f"{block.name} to holders", published))
     _passes(run, job, "AdamW on the rest", _ADAMW, job.work.adamw)
-    for number, bucket in zip(sent, job.buckets):
-        run.wait(number)
-        _passes(run, job, "apply", _APPLY, bucket.held)
+    for b, bucket in enumerate(job.buckets):
+        if bucket.turns:
+            way.apply(b)
 
 
 def redundant_step(run: Run, job: Job, model: Model) -> None:
@@ -808,16 +813,20 @@ def link_ms(job: Job) -> float:
 
 
 def optimizer_ms(job: Job) -> float:
-    """Milliseconds of Muon's full step alone, momentum with parameters."""
+    """Milliseconds of Muon's full step alone."""
     run = Run(job.machine, len(job.work.matrices))
-    full_step(run, job, Model(run, job))
+    own_step(job)(run, job, Model(run, job))
     return float(run.now.max())
+
+
+def own_step(job: Job) -> Program:
+    """Muon as the job's layout runs it."""
+    return owners_step if job.around.keeps_state_at_owners else full_step
 
 
 def simulate(job: Job, program: Program | None = None) -> Step:
     """The second of two training steps, so that what one leaves to the next counts; ``program`` is
     the optimizer's (None: Muon as the job's layout runs it)."""
-    own = owners_step if job.around.keeps_state_at_owners else full_step
     run = Run(job.machine, len(job.work.matrices))
     model, since, begin = Model(run, job), 0.0, 0.0
     for _ in range(2):
@@ -829,6 +838,6 @@ def simulate(job: Job, program: Program | None = None) -> Step:
         if job.clips:
             _passes(run, job, "norm", _NORM, job.work.matrices + job.work.adamw)
             run.exchange("clipping", replace(job.verdict, purpose="clipping"))
-        (program or own)(run, job, model)
+        (program or own_step(job))(run, job, model)
     end = float(run.now.max())
     return Step(end - since, end - begin, run, since)

@@ -20,7 +20,6 @@ import numpy as np
 from dmuon.config import PlannerOptions
 from dmuon.scheduler import columns
 from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
-from dmuon.scheduler.co_owners import GAIN, Block, CoOwners, Sharing, check_size, shared_prices
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.plan import (
@@ -30,7 +29,6 @@ from dmuon.scheduler.plan import (
     PriceRow,
     Proof,
     Search,
-    SharedPrice,
     Way,
 )
 from dmuon.scheduler.problem import (
@@ -115,12 +113,7 @@ def solve(
         prices=rows,
         **_outcome(problem, found, budget, alternatives),
     )
-    if solver != "round_robin" or isinstance(options.co_owners, int):
-        makespan = problem.makespan(found.counts)
-        plan = _with_co_owners(
-            plan, problem, makespan, order, costs, solver, options, batch_numel, budget
-        )
-    if way.redundant and not plan.has_co_owners:
+    if way.redundant:
         plan = _with_copies(plan, problem, way, order, solver, budget)
     if way.by_shape:  # the largest first; else in launch order
         size = {row.key: -row.ms[0] for row in rows}
@@ -299,55 +292,6 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     return filled if is_better else counts
 
 
-def _with_co_owners(
-    plan: OwnershipPlan,
-    problem: Problem,
-    makespan: int,
-    order: Sequence[int],
-    costs: CostTable,
-    solver: str,
-    options: PlannerOptions,
-    batch_numel: int,
-    budget: Budget,
-) -> OwnershipPlan:
-    """``plan``, in which each matrix has one owner, or a better one in which ranks share matrices;
-    PlanError if they cannot be as many as was asked for. Where sharing was not asked for, or saves
-    too little, the plan says how long it would take."""
-    specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
-    if isinstance(asked, int):
-        check_size(plan, asked)
-    if plan.layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
-        return plan
-    prices = shared_prices(plan, costs, options.max_batch, batch_numel)
-    ways = CoOwners(problem, plan, prices)
-    sharing = ways.best(None, asked) if isinstance(asked, int) else ways.best(makespan)
-    if sharing is None or not sharing.parts:
-        return plan
-    # Ranks that share matrices all work, where some might have been idle.
-    pays = sharing.makespan * costs.contention < (1 - GAIN) * makespan
-    if asked == "off" and not pays:
-        return plan
-    if asked == "off" or (asked == "auto" and not pays):
-        return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
-    owners = _shared_owners(problem, sharing, order)
-    remaining = build_problem(
-        specs.matrices, topology.world, limits, {row.key: row.ms for row in plan.prices},
-        plan.layout, without=owners, busy=sharing.busy,
-    )  # fmt: skip
-    simple = baselines(remaining, order, spent=budget.spent)
-    if "greedy" not in simple or remaining.makespan(simple["greedy"]) > sharing.makespan:
-        column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
-        left = [column[shape.key, shape.domain] for shape in remaining.shapes]
-        simple["greedy"] = sharing.alone[:, left]
-    found = SOLVERS[solver](remaining, simple, budget)
-    found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
-    outcome = _outcome(remaining, found, budget, plan.search.alternatives)
-    outcome |= {"proof": None, "alone_ms": problem.ms(makespan)}
-    owners |= _owners(specs, topology, remaining, found.counts, order)
-    batches = _batches(problem, owners, order, (*plan.prices, *prices))
-    return replace(plan, batches=batches, shared_prices=prices, **outcome)
-
-
 def _with_copies(
     plan: OwnershipPlan,
     problem: Problem,
@@ -388,18 +332,6 @@ def _with_copies(
     status = "optimal" if is_optimal else "time_limit" if budget.hit else "feasible"
     search = replace(plan.search, hit_time_limit=budget.hit)
     return replace(made, status=status, search=search)
-
-
-def _shared_owners(problem: Problem, sharing: Sharing, order: Sequence[int]) -> dict[int, Block]:
-    """The co-owners of what is shared: members of a shape go to its blocks in turn."""
-    owners: dict[int, Block] = {}
-    position = {i: at for at, i in enumerate(order)}
-    for s, shape in enumerate(problem.shapes):
-        parts = [(block, count) for of, block, count in sharing.parts if of == s]
-        turns = sorted((n, at) for at, (_, count) in enumerate(parts) for n in range(count))
-        members = sorted(shape.members, key=position.__getitem__)
-        owners |= {i: parts[at][0] for i, (_, at) in zip(members, turns, strict=False)}
-    return owners
 
 
 def _tight(problem: Problem, budget: Budget) -> Counts:
@@ -454,9 +386,9 @@ def _mebibytes(nbytes: int) -> str:
 
 def _owners(
     specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
-) -> dict[int, Block]:
+) -> dict[int, int]:
     """Counts made concrete: consecutive matrices on different owners."""
-    owners: dict[int, Block] = {i: (rank,) for rank, shape in problem.forced for i in shape.members}
+    owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
     placed = place(
@@ -466,31 +398,24 @@ def _owners(
         [c.ranks for c in problem.classes],
         topology,
     )
-    return owners | {i: (rank,) for i, rank in zip(free, placed, strict=True)}
+    return owners | dict(zip(free, placed, strict=True))
 
 
 def _batches(
     problem: Problem,
-    owners: Mapping[int, Block],
+    owners: Mapping[int, int],
     order: Sequence[int],
-    prices: Iterable[PriceRow | SharedPrice],
+    prices: Iterable[PriceRow],
 ) -> tuple[Batch, ...]:
-    """Each owner's matrices, or those of several, in the cheapest batches, first layers first."""
+    """Each owner's matrices in the cheapest batches, first layers first."""
     position = {i: at for at, i in enumerate(order)}
-    rows = {(row.key, row.co_owners if isinstance(row, SharedPrice) else 1): row for row in prices}
+    rows = {row.key: row for row in prices}
     made = []
     for shape in (*problem.shapes, *(shape for _, shape in problem.forced)):
         held = grouped((owners[i], i) for i in sorted(shape.members, key=position.__getitem__))
-        for block, mine in held.items():
-            row, priced = rows[shape.key, len(block)], shape
-            if isinstance(row, SharedPrice):
-                priced = replace(shape, batch_ticks=tuple(map(problem.ticks, row.ms)))
-            for size in priced.batches(len(mine)):
+        for owner, mine in held.items():
+            for size in shape.batches(len(mine)):
                 some, mine = tuple(mine[:size]), mine[size:]
-                ms = problem.ms(priced.batch_ticks[size - 1])
-                if isinstance(row, SharedPrice):
-                    batch = Batch(block[0], some, ms, row.kernel, block, row.split[size - 1])
-                else:
-                    batch = Batch(block[0], some, ms, row.kernel(size))
-                made.append(batch)
+                ms = problem.ms(shape.batch_ticks[size - 1])
+                made.append(Batch(owner, some, ms, rows[shape.key].kernel(size)))
     return tuple(sorted(made, key=lambda b: position[b.matrices[0]]))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -34,8 +34,6 @@ from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.transport import Work
 from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
-from dmuon.kernels.ops import Peers
-from dmuon.kernels.runner import SliceCall
 from dmuon.rule import CACHED, MOMENTUM, Hyper, copier, merged_master, update_norms
 from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
@@ -44,7 +42,7 @@ from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOperands, at
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
-from dmuon.tensors import TensorList, Tensors, are_raw, into_range, scale_all
+from dmuon.tensors import TensorList, Tensors, are_raw, scale_all
 from dmuon.types import Layout, NewParameters, OwnershipError, warn
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
@@ -68,14 +66,11 @@ class _Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``shape`` is that of
-    whole matrices, ``numbers`` [b] say where their norms are, for co-owners. Of one that is applied
+    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices. Of one that is applied
     here alone, ``parts`` are (first position, part); ``lr_ratio``: of blocks in a block step."""
 
     unit: Unit
     index: Tensor
-    shape: tuple[int, int]
-    numbers: Tensor
     parts: Sequence[tuple[int, Part]]
     lr_ratio: float
 
@@ -89,10 +84,10 @@ class _Sizes:
         self._factors: list[float] = []
 
     def note(self, stack: _Stack, update: Tensor, h: Hyper) -> None:
-        """Of the updates of a unit, which may be slices of them; of one of several copies."""
+        """Of the updates of a unit; of one of several copies."""
         if not stack.unit.is_counted:
             return
-        (rows, cols), norms, turned = stack.shape, update_norms(update), [False]
+        (_, rows, cols), norms, turned = stack.unit.shape, update_norms(update), [False]
         plain, other = h.ratio(rows, cols), h.ratio(cols, rows)
         if stack.unit.transposed and plain != other:
             turned = [*map(stack.unit.holds_transpose, range(len(norms)))]
@@ -102,7 +97,7 @@ class _Sizes:
         self._index.append(stack.index)
 
     def squares(self) -> Tensor | None:
-        """The mean squares as they were noted (None: nothing was); of a slice its share."""
+        """The mean squares as they were noted (None: nothing was)."""
         if not self._norms:
             return None
         torch._foreach_mul_(self._norms, self._factors)
@@ -144,11 +139,10 @@ class ParamsEngine(Engine):
         self._bind_full_step()
         self._bind_block_step()
         buckets = runtime.bound().buckets
-        stacks = chain.from_iterable(bucket.stacks[bucket.shared :] for bucket in buckets)
+        stacks = chain.from_iterable(bucket.stacks for bucket in buckets)
         self._kernels.reserve(
             [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)],
             [(self._call(runtime.units[u]), operands) for u, operands in stacks],
-            [self._slices(bucket.stacks[: bucket.shared]) for bucket in buckets],
             capture=True,
         )
 
@@ -170,16 +164,10 @@ class ParamsEngine(Engine):
     def _check_variants(self) -> None:
         """OwnershipError where a variant would see less than whole matrices."""
         plan, shards = self._runtime.plan, self._runtime.shards
-        shared = {i for b in plan.batches if b.co_owners for i in b.matrices}
         for i, matrix in enumerate(plan.specs.matrices):
             rule = self._rules[self._group_of[i]]
             if rule.is_plain:
                 continue
-            if i in shared:
-                raise OwnershipError(
-                    f"variant {rule} needs whole matrices, and {matrix.name!r} has co-owners: plan "
-                    "with dmuon.PlannerOptions(co_owners='off')"
-                )
             if not self._settings.schedule.always_full and not shards.is_local(i):
                 raise OwnershipError(
                     f"variant {rule} needs whole rows, and what it keeps lies with one owner: "
@@ -191,13 +179,13 @@ class ParamsEngine(Engine):
         """Lay out the operands in the order in which they leave; then what stays; then replicas."""
         runtime, state = self._runtime, self._state
         buckets = runtime.bound().buckets
-        sent = [b.route.blocks.matrices for b in buckets]
+        sent = [b.route.held.matrices for b in buckets]
         local = self._local_units()
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
         if self._keeps_operands and not (self._are_raw and buckets):
             wide = reduce(torch.promote_types, state.working, self._settings.ns_dtype)
-            self._reserve(wide, sum(b.route.blocks.numel for b in buckets))
+            self._reserve(wide, sum(b.route.held.numel for b in buckets))
         self._operands = operands = self._operands_in(order, others)
         blocks = [state.blocks[k] for k in operands.order]
         how = self._settings.schedule, self._settings.digest, self._group_of
@@ -233,13 +221,7 @@ class ParamsEngine(Engine):
     def _stack(
         self, unit: Unit, parts: Sequence[tuple[int, Part]] = (), lr_ratio: float = 1.0
     ) -> _Stack:
-        device, matrices = self._runtime.device, self._runtime.plan.specs.matrices
-        index = numbers = _index(unit.matrices, device)
-        shape = unit.rows, unit.cols
-        if unit.co_owners:
-            shape = unit.rows, max(matrices[unit.matrices[0]].shape)
-            numbers = self._message.numbers_of(unit.matrices)
-        return _Stack(unit, index, shape, numbers, parts, lr_ratio)
+        return _Stack(unit, _index(unit.matrices, self._runtime.device), parts, lr_ratio)
 
     def _arrivals_of(self, updates: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
         """What arrives in these buffers, by param group, shape and dtype of the matrix."""
@@ -356,13 +338,9 @@ class ParamsEngine(Engine):
         def fill(b: int) -> None:
             buckets[b].send.zero_()
 
-        def share(stacks: list[tuple[int, Tensor]]) -> list[Tensor]:
-            ones = [torch.ones(len(x), device=x.device) for _, x in stacks]
-            return self._kernels.run_together(self._slices(stacks), ones)
-
         def nothing(_: float) -> None: ...
 
-        runtime.bound().run(fill, lambda u, x: x.zero_(), nothing, nothing, share=share)
+        runtime.bound().run(fill, lambda u, x: x.zero_(), nothing, nothing)
         runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
@@ -401,9 +379,9 @@ class ParamsEngine(Engine):
             return verdict
 
         # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it: but
-        # for variants, which would note what is called off, and co-owners, who wait for each other.
+        # for variants, which would note what is called off.
         is_ahead = runtime.bound().only_publishes and host_can_read(runtime.device) and all(here)
-        is_ahead = is_ahead and not self._kept and not runtime.plan.has_co_owners
+        is_ahead = is_ahead and not self._kept
         verdict = Verdict(True) if is_ahead else agreed()
         if verdict is None:
             return False
@@ -425,7 +403,6 @@ class ParamsEngine(Engine):
             partial(self._apply_arrived, bad),
             meanwhile,
             (lambda: agreed() is not None) if is_ahead else None,
-            partial(self._share, vector, sizes),
         ):
             return False
         runtime.apply_missed()
@@ -455,22 +432,6 @@ class ParamsEngine(Engine):
         update = self._orthogonalize(stack.unit, operand)
         sizes.note(stack, update, self._hypers[stack.unit.group])
         return update
-
-    def _share(
-        self, vector: Tensor, sizes: _Sizes, stacks: list[tuple[int, Tensor]]
-    ) -> list[Tensor]:
-        """The updates of units that have co-owners, as slices."""
-        owned = [self._owned[u] for u, _ in stacks]
-        found = [self._message.norms_of(vector, stack.numbers) for stack in owned]
-        eps = [self._hypers[stack.unit.group].eps for stack in owned]
-        if not self._are_raw:
-            found = [norms * into_range(norms, own) for norms, own in zip(found, eps, strict=True)]
-        self._telemetry.watch.start()
-        updates = self._kernels.run_together(self._slices(stacks), found)
-        self._telemetry.watch.stop()
-        for stack, update in zip(owned, updates, strict=True):
-            sizes.note(stack, update, self._hypers[stack.unit.group])
-        return updates
 
     def _apply_arrived(self, bad: Tensor | None, bucket: int) -> None:
         for arrived in self._arrivals[bucket]:
@@ -513,15 +474,6 @@ class ParamsEngine(Engine):
     def _momentum(self) -> Mapping[int, Tensor]:
         state = self._state
         return {b.matrix: m for b, m in zip(state.blocks, state.momentum, strict=True)}
-
-    def _slices(self, stacks: Iterable[tuple[int, Tensor]]) -> list[tuple[SliceCall, Tensor]]:
-        runtime, found = self._runtime, []
-        for u, stack in stacks:
-            unit, ranks = runtime.units[u], runtime.units[u].co_owners
-            exchange = partial(runtime.exchange, ranks)
-            peers = Peers(ranks.index(self._rank), len(ranks), exchange)
-            found.append((SliceCall(self._call(unit), peers, unit.split), stack))
-        return found
 
     def _step_alone(self, stack: _Stack, operands: AnyOperands, now: Pass, sizes: _Sizes) -> None:
         """Orthogonalize and apply what needs nobody else."""

@@ -304,15 +304,6 @@ class VerdictMessage:
 
     # ---- what comes back -----------------------------------------------------------------
 
-    def numbers_of(self, matrices: Sequence[int]) -> Tensor:
-        """For `norms_of`: where the norms of matrices that travel are."""
-        numbers = [self._fields.norm_of[i] for i in matrices]
-        return torch.tensor(numbers, device=self._empty.device)
-
-    def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
-        """Norms of whole matrices from a summed vector; 0 where not finite, as they travel."""
-        return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
-
     def all_are_new(self, vector: Tensor) -> bool:
         """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
         return bool(vector[self._fields.end + _NEW] == self._transport.world)

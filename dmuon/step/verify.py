@@ -8,7 +8,7 @@
     then                 ranks exchange what they found, so that all of them raise
 
 Memory or a core that is broken shows on the ranks that store what it computed: on one of them if it
-is that rank's, on all of them if it is the owner's (or a co-owner's, whose slice they store).
+is that rank's, on all of them if it is the owner's.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Verifier:
             where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
             everyone = {r for ranks in boxes.values() for r in ranks}
             if suspects == far == everyone:
-                who = "its owner" if len(owners) == 1 else "one of its co-owners"
+                who = "its owner" if len(owners) == 1 else "one of those that compute it"
                 where = f"on all ranks that store it, so most likely by {who}, {by}"
             elif suspects == everyone:
                 where += ", and which of these ranks is right cannot be told"

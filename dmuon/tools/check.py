@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon import config
 from dmuon.rule import Hyper
-from dmuon.scheduler.co_owners import SIZES
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive, show
 from dmuon.types import DmuonError
@@ -42,7 +41,6 @@ _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 
 # Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
-_SHARED = ("fsdp2", "hsdp", "tp+fsdp", "hsdp+tp")  # also with co-owners
 _FIXED = config.KernelOptions(method="gram", backend="torch")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 _VARIED = ("fsdp2", "hsdp", "tp+fsdp", "ep+fsdp", "plain", "tp+dp")  # also with each variant
@@ -79,15 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class _Job(NamedTuple):
     """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
 
-    ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
-    share each matrix. ``variant``: one of `_VARIANTS`. ``redundancy``: so many parts of the mesh,
-    of nodes with so many ranks (``each``), compute each matrix by themselves."""
+    ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``variant``: one of
+    `_VARIANTS`. ``redundancy``: so many parts of the mesh, of nodes with so many ranks (``each``),
+    compute each matrix by themselves."""
 
     layout: Any  # a name of `_LAYOUTS`
     case: ParallelCase
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
     reduces: bool = False
-    co_owners: Any = None  # a number of `SIZES`
     variant: str = ""
     redundancy: Any = "auto"
     each: int | None = None
@@ -110,20 +107,15 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
     for layout, case in (*product(["sharded"], CASES), *product(["dedicated"], DEDICATED_CASES)):
         if case.world <= (args.nproc or case.world):
             jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
-    if not args.bitwise and nproc > 1:  # co-owners add in an order of their own
-        shared = [job for job in jobs if job.layout == "sharded" and job.case.name in _SHARED]
-        for job in (jobs[0], *shared):
-            most = max((size for size in SIZES if size <= job.case.world), default=1)
-            jobs.append(job._replace(dtypes=[full, half], co_owners=most))
     if not args.bitwise:  # a variant may round a batch otherwise than a matrix
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
-        varied = [job._replace(dtypes=[full]) for job in varied if not job.co_owners]
+        varied = [job._replace(dtypes=[full]) for job in varied]
         jobs += [job._replace(variant=variant) for variant in _VARIANTS for job in varied]
     # Each matrix computed once, on each node, on each rank; once, in each replica.
     on_nodes = [(1, 2), (nproc // 2, 2)] * (nproc > 2 and nproc % 2 == 0)
     ways = [(jobs[0], n, each) for n, each in ((nproc, 1), *on_nodes) if nproc > 1]
     ways += [(job, n, 2) for job in jobs if job.case.name == "hsdp" for n in (1, 2)]
-    plain = [(job, n, each) for job, n, each in ways if not (job.variant or job.co_owners)]
+    plain = [(job, n, each) for job, n, each in ways if not job.variant]
     jobs += [j._replace(dtypes=[full], redundancy=n, each=each) for j, n, each in plain]
     return [job for job in jobs if args.layout in (job.layout, "all")]
 
@@ -131,7 +123,7 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
     from dmuon.tools.parallel_models import batch, loss_of
 
-    layout, case, _, reduces, co_owners, variant, redundancy, each = job
+    layout, case, _, reduces, variant, redundancy, each = job
     mesh = case.make_mesh()
     for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
@@ -156,9 +148,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             options=replace(options, timeout_s=_TIMEOUT_S),
             kernels=_FIXED if args.bitwise else config.KernelOptions(),
-            planner=config.PlannerOptions(
-                co_owners=co_owners or "off", redundancy=redundancy, ranks_per_node=each
-            ),
+            planner=config.PlannerOptions(redundancy=redundancy, ranks_per_node=each),
             data_axes=case.data_axes, **muon, **_VARIANTS.get(variant, {}),
         )  # fmt: skip
         parts = f"redundancy {redundancy}" * (redundancy != "auto")

@@ -458,8 +458,6 @@ class _Trial:
             mesh, layout = f"{mesh} {' x '.join(plan.topology.axes)}", plan.layout.value
         forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
-        most = max((len(batch.co_owners) for batch in plan.batches), default=0)
-        forms += [f"{most} co-owners"] * bool(most)
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""), mesh=mesh, steps=steps,
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
@@ -476,8 +474,7 @@ def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
     """For each matrix its parameter and the form of Newton-Schulz that its owner runs, because in
     half precision two forms differ by more than rounding explains."""
     kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
-    chosen = {i: "gram" for batch in plan.batches if batch.co_owners for i in batch.matrices}
-    chosen |= {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
+    chosen = {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
     return [(m.parameter, chosen.get(i, "auto")) for i, m in enumerate(plan.specs.matrices)]
 
 

@@ -89,9 +89,6 @@ def add_planning(parser: argparse.ArgumentParser) -> Any:
     add("--costs", default="analytic:h200", help=table)
     nic = "400Gb/node or 400Gb/gpu: a node's network card (default: the device's usual one)"
     add("--nic", metavar="RATE", help=nic)
-    shared = "ranks that share a matrix: auto where the step becomes 5%% faster (default: off)"
-    add("--co-owners", type=lambda text: int(text) if text.isdigit() else text, help=shared,
-        choices=("auto", "off", 2, 4, 8))  # fmt: skip
     parts = "parts of the mesh that compute each matrix by themselves (default: as the step says)"
     add("--redundancy", type=positive(int), metavar="N", help=parts)
     add("--solver", help="auto (default), milp, greedy or round_robin")
@@ -157,8 +154,6 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     if args.mesh is None:
         raise PlanError("--model needs --mesh, such as --mesh 4x8")
     shape, layout = args.mesh, Layout(args.layout)
-    if args.co_owners not in (None, "off") and layout.keeps_state_at_owners:
-        raise PlanError("--co-owners is for --layout sharded or replicated: drop one of the two")
     if args.ep > 1 and layout is not Layout.SHARDED:
         raise PlanError("--ep is for --layout sharded: drop one of the two")
     axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
@@ -176,7 +171,7 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     except ValueError as error:
         raise PlanError(f"--mesh: {error}") from error
     given = {
-        "time_limit_s": args.time_limit, "max_batch": args.max_batch, "co_owners": args.co_owners,
+        "time_limit_s": args.time_limit, "max_batch": args.max_batch,
         "owner_memory_bytes": args.memory, "ranks_per_node": ranks_per_node,
         "redundancy": args.redundancy,
     }  # fmt: skip
@@ -296,8 +291,7 @@ def _plan(args: argparse.Namespace) -> int:
     kept = [memory_of(plan, shards, kinds[k]) for k in sorted(kinds, reverse=True)[:most]]
     memory = tuple(max(kept, key=lambda found: sum(found.values())).items())
     source = PRESETS.get(args.model.lower(), {}).get("source", "")
-    how = {"model": args.model, "source": source, "sharing": "--co-owners auto"}
-    report = LoadBalanceReport(plan, memory=memory, **how)
+    report = LoadBalanceReport(plan, model=args.model, source=source, memory=memory)
     show(lambda: printed(report, plain=False), report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))

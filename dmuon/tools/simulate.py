@@ -159,9 +159,8 @@ class Setting:
 
 def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
     """What a script does, but for the period."""
-    size, names = given.bucket, ("co_owners", "redundancy")
-    planning = [f"{name}={value!r}" for name in names if (value := getattr(given, name))]
-    asked = [f'"planner": dmuon.PlannerOptions({", ".join(planning)})'] * bool(planning)
+    size, parts = given.bucket, given.redundancy
+    asked = [f'"planner": dmuon.PlannerOptions(redundancy={parts})'] * bool(parts)
     asked += [f'"options": dmuon.ShardedOptions(bucket_bytes={size})'] * bool(size)
     more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
@@ -248,8 +247,8 @@ _LOSS = (
 
 def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
     """Layouts and HSDP's splits that fit, sharded ones with P = 1 and the period that is enough,
-    fastest first; then what co-owners and other redundancies would do to the first sharded one with
-    P = 1. With why."""
+    fastest first; then what other redundancies would do to the first sharded one with P = 1. With
+    why."""
     found, shards = list[tuple[Setting, str]](), list[tuple[Setting, dict[str, Any]]]()
     for way in _ways(args):
         if (one := Setting.of(args, **way)).memory > args.fits:
@@ -257,15 +256,15 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
         found.append((one, _why(one)))
         if one.job.around is Layout.SHARDED:
             shards.append((one, way))
-            if math.prod(args.mesh) > 1:
-                found.append(enough(one))
+            if math.prod(args.mesh) > 1 and (other := enough(one))[0].period > 1:
+                found.append(other)
     if not found:
         raise PlanError(f"no layout keeps weights, gradients and state of a rank below {args.fits}")
     found.sort(key=lambda pair: round(pair[0].ms, 6))  # the plainer one where they are equal
     if not shards or math.prod(args.mesh) == 1:
         return found
     best, way = min(shards, key=lambda pair: pair[0].ms)
-    more: dict[str, dict[str, Any]] = {"co-owners": {"co_owners": "auto"}}
+    more = dict[str, dict[str, Any]]()
     if (replicas := best.job.groups.replicas.ranks) > 1:
         more["each matrix once"] = {"redundancy": 1}
         more["all in each replica"] = {"redundancy": replicas}
@@ -302,7 +301,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
             split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
             ways.append(flat | {"layout": "sharded"} | split)
     if args.ep == args.tp == 1:
-        alone = {"co_owners": None, "redundancy": None, "bucket": None, "is_late": False}
+        alone = {"redundancy": None, "bucket": None, "is_late": False}
         names = LAYOUTS[1:] if world > 1 else LAYOUTS[1:2]  # one process needs no other
         ways = ways[world == 1 :] + [flat | alone | {"layout": name} for name in names]
         if 1 < nodes < world:

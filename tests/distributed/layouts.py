@@ -119,11 +119,6 @@ IN_TURN: dict[str, Any] = {
 }
 
 
-def shared(co_owners: Any, **planner: Any) -> dict[str, Any]:
-    """Of `dedicate_params`: so many ranks share each matrix."""
-    return {"planner": dmuon.PlannerOptions(co_owners=co_owners, **planner), "solver": "auto"}
-
-
 def layouts(*names: str, worlds: Sequence[int] = ()) -> Callable[[Any], Any]:
     """A test of each of these layouts, whose body runs on every rank; ``worlds``: other numbers of
     ranks than the layouts' own."""

@@ -294,37 +294,6 @@ def test_weights_that_are_cast_for_use_and_masters_are_those_of_the_reference(ra
     assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
 
 
-def _in_another_order(honest, rank, self, calls, norms):
-    """Rank 1 takes part in the sums of matrices of one shape in another order than the others."""
-
-    def by_shape(sign):
-        return sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), sign * n))
-
-    assert by_shape(1) != by_shape(-1)
-    order = by_shape(-1 if rank == 1 else 1)
-    given = [calls[n] for n in order], [norms[n] for n in order]
-    found = dict(zip(order, honest(self, *given), strict=True))
-    return [found[n] for n in range(len(calls))]
-
-
-sums_in_another_order = planted(Orthogonalizer, "run_together", _in_another_order)
-
-
-def stale_slice(monkeypatch, rank):
-    """Rank 1 computes on what came for its slices the time before."""
-    seen = {}
-
-    def run_together(honest, rank, self, calls, norms):
-        for _, x in calls:
-            now, where = x.clone(), (x.data_ptr(), x.shape)
-            if rank == 1:
-                x.copy_(seen.get(where, now))
-            seen[where] = now
-        return honest(self, calls, norms)
-
-    planted(Orthogonalizer, "run_together", run_together)(monkeypatch, rank)
-
-
 def larger(arrived, before):
     return 1.07 * arrived
 
@@ -333,9 +302,6 @@ DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]  # of weights, of Newton-Sch
 SHARDED = {"layers": 1, "steps": 1}
 # Two steps, because weights that arrive late are right in the first one.
 DEDICATED = {"layout": "dedicated", "layers": 1, "steps": 2}
-TWO, FOUR = (
-    {"steps": 2, "planner": dmuon.PlannerOptions(co_owners=k, max_batch=1)} for k in (2, 4)
-)
 # Where a fault is planted, and settings. What is large shows in any precision.
 FAULTS = [
     # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
@@ -344,7 +310,7 @@ FAULTS = [
     ("reduced", scaled(-1.0), {"of": DTYPES[2]}),
     ("reduced", lost_gradient("gradients"), {"of": DTYPES[0]}),
     ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": DTYPES[0], "lr": 0.02}),
-    ("reduced", lost_broadcast("updates"), {"of": DTYPES[1]}),
+    ("reduced", lost_message("updates"), {"of": DTYPES[1]}),
     # After which nothing more is applied, and so nothing more is published.
     ("reduced", wrong_broadcast("updates", lambda new, _: new * math.nan), {"of": DTYPES[2]}),
     *(("tp+fsdp", scaled(1.07), SHARDED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
@@ -353,14 +319,6 @@ FAULTS = [
     ("fsdp4", lost_message("gather"), SHARDED),
     ("fsdp4", lost_message("scatter"), SHARDED),
     ("hsdp", lost_message("replicate"), SHARDED),
-    # Of co-owners.
-    ("fsdp2", lost_message("gram"), TWO),
-    ("fsdp4", lost_message("gram"), FOUR),
-    ("fsdp4", lost_message("rows"), FOUR),
-    ("fsdp2", lost_message("gather"), TWO),
-    ("hsdp", lost_message("scatter"), TWO),
-    ("fsdp2", stale_slice, TWO),
-    ("fsdp2", sums_in_another_order, TWO),
     *(("plain", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
     *(("tp+dp", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
     *(("fsdp4", scaled(1.07), DEDICATED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
@@ -459,7 +417,6 @@ ON_TWO = [
     *[("replicated (DDP)", "", "2")] * 2,
     ("replicated (DDP, reduce_to_owner)", "", "2"),
     *[("replicated (reduce_to_owner)", "", "2")] * 3,
-    *[("replicated (DDP, 2 co-owners)", "", "2")] * 2,
     *with_each_variant(
         ("replicated (DDP)", "", "2"),
         ("replicated (DDP, reduce_to_owner)", "", "2"),
@@ -468,7 +425,6 @@ ON_TWO = [
     ("replicated (DDP)", "redundancy 2", "2"),
     ("sharded", "fsdp2", "2 dp"),
     ("sharded", "tp", "2 tp"),
-    *[("sharded (2 co-owners)", "fsdp2", "2 dp")] * 2,
     *with_each_variant(("sharded", "fsdp2", "2 dp")),
     ("dedicated", "plain", "2 dp"),
     ("dedicated", "fsdp2", "2 dp"),
@@ -499,8 +455,8 @@ def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
     """`python -m dmuon check --seeds 20` is the long form."""
     assert main([*COMMAND, "--layout", "sharded", "--seeds", "2", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1] * 7
-    # Two of them may be equal by chance, being small multiples of a rounding; not all seven.
+    assert [row["seed"] for row in rows] == [0, 1] * 5
+    # Two of them may be equal by chance, being small multiples of a rounding; not all five.
     of_seed = [[(r["yardstick"], r["difference"]) for r in rows if r["seed"] == n] for n in (0, 1)]
     assert of_seed[0] != of_seed[1]
     assert all(map(has_air, rows)), rows

@@ -29,7 +29,7 @@ from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read, reading_allowed
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout, on, shared
+from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.models import Ordered, half
 from tests.distributed.twins import Both, both, follow
 from tests.internals import host_can_read
@@ -85,8 +85,7 @@ def assert_same(found: Values, expected: Values, *, rounded: bool = False) -> No
     """Bitwise, NaN included; what AdamW keeps to a few units in the last place.
 
     ``rounded``: so are all. Where block steps leave out a block that is not finite the host takes
-    it out of its batch, a mask does not, and batches of other sizes are rounded otherwise; and
-    co-owners divide by a shared norm, whose parts are summed in another dtype where no host reads.
+    it out of its batch, a mask does not, and batches of other sizes are rounded otherwise.
     """
     assert found.keys() == expected.keys()
     for name, value in found.items():
@@ -140,7 +139,6 @@ OWNERS = {
 
 # ---- sharded -------------------------------------------------------------------------------
 
-SHARED = {"request": shared(2)}
 WHOLE = replace(LAYOUTS["plain"], build=ParallelModel)  # on every rank
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
@@ -275,8 +273,6 @@ def test_owners_need_no_host(rank, world, name):
         ("fsdp2", 2, 1, {"muon": {"ns_dtype": torch.bfloat16}}),
         ("tp", 2, 3, {}),
         ("hsdp", 4, 2, {}),
-        ("fsdp2", 2, 1, SHARED),
-        ("hsdp", 4, 2, SHARED),
     ],
 )
 @distributed()
@@ -294,15 +290,12 @@ def test_sharded_steps_need_no_host(rank, world, layout, period, case):
         agree(run(layout, steps, compare=False, **case), expected, rounded)
 
 
-@pytest.mark.parametrize("case", [{}, SHARED], ids=["one owner", "co-owners"])
 @pytest.mark.parametrize(("layout", "world"), [("fsdp2", 1), ("fsdp2", 2), ("plain", 2)])
 @distributed()
-def test_sharded_steps_equal_the_reference(rank, world, layout, case):
-    if world == 1 and case:
-        return  # there is nobody to share with
+def test_sharded_steps_equal_the_reference(rank, world, layout):
     laid = WHOLE if layout == "plain" else layout
     with host_cannot_read():
-        run(laid, SHARDED_STEPS, compare=True, averages=layout == "plain", **case)
+        run(laid, SHARDED_STEPS, compare=True, averages=layout == "plain")
 
 
 @contextmanager
@@ -346,7 +339,6 @@ def list_kernels() -> Iterator[Counter[str]]:
         ("fsdp2", 2, 3, {}),
         ("tp", 2, 1, {}),
         ("hsdp", 4, 1, {}),
-        ("fsdp2", 2, 1, SHARED),
         ("dedicated", 2, 1, {"build": partial(Ordered, layers=4)}),
     ],
 )

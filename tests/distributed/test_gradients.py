@@ -20,7 +20,7 @@ from dmuon.types import DmuonError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_equal_on_all_ranks, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts, shared
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Ordered, Used, batch
 from tests.distributed.twins import both
 
@@ -350,11 +350,10 @@ def drop(pair, names, victim):
             twins[name].grad[victim * per_rank : (victim + 1) * per_rank] = 0
 
 
-@pytest.mark.parametrize("co_owners", ["off", 4])
 @distributed(4)
-def test_missing_gradients_of_empty_shards_and_of_co_owners(rank, world, co_owners):
+def test_missing_gradients_of_empty_shards(rank, world):
     """`narrow.up.weight` has 3 rows on 4 ranks: the last one stores nothing."""
-    with both(layout="fsdp4", request=shared(co_owners)) as pair:
+    with both(layout="fsdp4") as pair:
         params, twins = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
         narrow = local_tensor(params["blocks.0.narrow.up.weight"])
         assert (narrow.numel() == 0) == (rank == 3)

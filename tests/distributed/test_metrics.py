@@ -21,7 +21,7 @@ from dmuon.dtensors import is_distributed, local_tensor
 from dmuon.tools.parallel_models import CASES
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import AT_OWNERS, IN_TURN, LAYOUTS, layouts, on, shared
+from tests.distributed.layouts import AT_OWNERS, IN_TURN, LAYOUTS, layouts, on
 from tests.distributed.models import Net, Pieces, Used, batch, loss_of
 from tests.distributed.test_dedicated_order import in_two
 from tests.distributed.twins import Both, both
@@ -88,11 +88,6 @@ def test_parameters_of_several_matrices_with_several_owners(rank, world, layout)
 def test_where_the_range_of_momentum_is_looked_at(rank, world, layout):
     """With "sgd" there are bounds of momentum in the place of the norms of gradients."""
     follow_norms(layout=layout, muon={"momentum_mode": "sgd"})
-
-
-@distributed(4)
-def test_shared_matrices(rank, world):
-    follow_norms(layout="fsdp4", request=shared(2))
 
 
 def uses_spare(model: nn.Module, step: int, rank: int) -> None:

@@ -27,7 +27,7 @@ from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded, shared
+from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
@@ -104,8 +104,6 @@ def mesh_of_cuda():
 ALL, ONE, EITHER = [(0, 1)], [(1,)], [(0, 1), (1,)]  # who makes a mistake
 EVERY = {"select": lambda name, p: True}
 HALF = {"layout": "dedicated"}
-MATRICES = {"select": lambda name, p: p.ndim == 2}
-GRAM = {"kernels": dmuon.KernelOptions(method="gram", backend="torch")}
 # A model, what is asked for (of a rank), the error, and who.
 PLANNING = [
     (used, EVERY, "tok|bias|norm", EITHER),
@@ -144,12 +142,6 @@ PLANNING = [
     (of_shards, {"splits": {"*.mix.weight": [1]}}, "50 rows", EITHER),
     (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
     (of_shards, {"options": dmuon.ShardedOptions(buffers=3)}, "disagree.*buffers", ONE),
-    # Matrices that several ranks share.
-    (used, shared(2) | HALF, "lie with one owner", ALL),
-    (used, shared(2) | ASKING, "lie with one owner", ALL),
-    (of_shards, shared(2) | GRAM, "the same bits on every mesh", ALL),
-    (of_shards, shared(4), "only 2 ranks to share", ALL),
-    (narrow, shared(2) | MATRICES, "more than matrix .* has columns", ALL),
     # Arguments that differ.
     (used, {"options": dmuon.ReplicatedOptions(bucket_bytes=1001)}, "disagree", ONE),
     (used, {"options": dmuon.ReplicatedOptions(reduce_dtype=torch.float64)}, "disagree", ONE),

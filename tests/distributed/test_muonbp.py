@@ -16,7 +16,7 @@ from benchmarks import muonbp
 from dmuon.dtensors import local_tensor
 from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, shared, vocabulary
+from tests.distributed.layouts import Layout, vocabulary
 from tests.distributed.twins import Rows, both
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
@@ -36,10 +36,7 @@ in_blocks("hsdp", 2)
 in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
 in_blocks("ep+fsdp, split experts", math.inf, steps=2)
 in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
-# Co-owners change nothing but who computes.
-SHARED = {"request": shared(4), "steps": 5}
-in_blocks("fsdp4", 3, None, **SHARED)
-in_blocks("fsdp4", dmuon.LinearPeriod(2, 4, 6), None, **SHARED)
+in_blocks("fsdp4", 3, None, steps=5)
 # Weights that are stored (in, out) and cut side by side.
 FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
 in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)

@@ -209,6 +209,20 @@ def test_what_the_mesh_cannot_do_is_refused(rank, world):
                 )
 
 
+@pytest.mark.parametrize("copies", [(0, 1), (0, 1, 2, 3), (1, 0), (0, 2, 3)])
+@distributed(4)
+def test_a_saved_plan_with_copies_in_wrong_places_is_refused(rank, world, copies):
+    """Ranks 0 and 1 have one replica in HSDP, and each holds a shard alone in FSDP2."""
+    for layout in "hsdp", "fsdp4":
+        own = dmuon.dedicate_params(laid_out(layout)[0])
+        first, *others = own.plan.batches
+        wrong = replace(first, owner=copies[0], copies=copies)
+        plan = replace(own.plan, batches=(wrong, *others), claim=None)
+        own.close()
+        with pytest.raises(DmuonError, match=r"compute .* which are not one of each part"):
+            dmuon.dedicate_params(laid_out(layout)[0], plan=plan)
+
+
 @distributed(4)
 def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
     """Two kinds of CPU: their copies would drift apart."""
@@ -222,6 +236,10 @@ def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
             in (str(own.report()).replace("\n", " ").replace("  ", " "))
         )
         own.close()
+        with pytest.raises(
+            DmuonError, match="saved plan several ranks compute a matrix, and ranks"
+        ):
+            dmuon.dedicate_params(laid_out(LAID["hsdp"][0])[0], **asked("hsdp", "replicas"))
 
 
 # ---- links ---------------------------------------------------------------------------------

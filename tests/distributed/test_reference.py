@@ -35,7 +35,6 @@ from tests.distributed.layouts import (
     layouts,
     mesh_of,
     sharded,
-    shared,
     vocabulary,
 )
 from tests.distributed.models import (
@@ -121,7 +120,7 @@ ROWS.add(
     world=4,
     mesh=in_another_order,
 )
-ROWS.add("another order, co-owners", "hsdp", mesh=in_another_order, request=shared(2))
+ROWS.add("another order, replicas", "hsdp", mesh=in_another_order)
 
 FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
 for adjust in ("original", "match_rms_adamw"):
@@ -131,7 +130,6 @@ for adjust in ("original", "match_rms_adamw"):
     fused["select"] = {"splits": FusedModel.interleaved}
     for name in ("fsdp4", "hsdp", "ddp", "plain", "reduced", "reduced ddp"):
         ROWS.add(f"interleaved in {name}, {adjust}", name, steps=3, **fused)
-    ROWS.add(f"interleaved, shared, {adjust}", "fsdp4", request=shared(4), steps=3, **fused)
 # Pieces side by side, in the order in which gradients travel to owners.
 ROWS.add("fused weights to owners", "reduced", "reduced ddp", build=FusedModel, select=FUSED)
 WOVEN = {

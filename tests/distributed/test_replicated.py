@@ -67,7 +67,7 @@ def test_step_returns_before_updates_are_waited_for(rank, world):
         off = [(w - expected[n]).abs().max() for n, w in weights(pair.model).items()]
         assert max(off) > 1e-3, "not published yet"
         pair.opt.synchronize()
-        assert pair.transport.waited == issued(pair) > 4
+        assert pair.transport.waited == issued(pair) > 2, (pair.transport.waited, issued(pair))
         assert_bitwise(weights(pair.model), expected)
     with after_a_step(publish="sync") as (pair, expected):  # read by code that holds the tensors
         assert_bitwise(weights(pair.model), expected)
@@ -146,7 +146,7 @@ def test_slow_collectives_cost_the_critical_path_not_their_sum(rank, world):
         pair.events.clear()
         begin = clock.now
         pair.opt.step()
-        assert sum(e.tag == "updates" for e in pair.events) >= 12
+        assert sum(e.tag == "updates" for e in pair.events) >= 6
         assert clock.now - begin == 2, "the verdict, and then all updates at once"
 
 

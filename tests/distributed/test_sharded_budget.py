@@ -165,7 +165,7 @@ def test_memory_of_a_step_at_owners_follows_the_formula(rank, world, layout, dty
         passes = formula["passes"]
         assert passes >= 4 * max(u.numel for u in pair.own.runtime.units if u.owner == rank)
         # In the dedicated layout the first weights of the next forward are left.
-        kept = formula["outbound"] if layout == "reduced" else left
+        kept = 2 * formula["outbound"] if layout == "reduced" else left  # and gloo's own copies
         assert left <= kept + 4096 and most <= kept + passes + 16384, (most, left, formula)
         # An owner may be done with its batch before the buffers of others have memory.
         assert max(gathered((most - kept) / passes)) >= 0.9 or layout == "reduced", formula
@@ -194,6 +194,6 @@ def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
         step_of(pair)
         seconds, collectives = clock.now - begin, len(pair.events)
     assert collectives >= (2 if mesh == (2,) else 1) * buckets + 2
-    # What is left are dependencies: the norms, the first gather, and at least one scatter, as small
-    # buckets have slots for all.
-    assert seconds == (3 if mesh == (2,) else 2), (seconds, collectives)
+    # What is left are dependencies: the norms, gathers by twos, as there are two buffers for them,
+    # and the last scatter; small buckets have slots for all scatters.
+    assert seconds == 2 + (buckets / 2 if mesh == (2,) else 0), (seconds, collectives)

@@ -15,7 +15,7 @@ from dmuon.scheduler.plan import Sizes
 from dmuon.scheduler.simulate import Machine
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import sharded, shared
+from tests.distributed.layouts import sharded
 from tests.distributed.twins import Both, both
 
 HALF = {"muon": {"ns_dtype": torch.bfloat16}}
@@ -53,11 +53,10 @@ def loss_of(model: nn.Module, batch: object) -> torch.Tensor:
 
 CASES = {
     "sharded": {"layout": sharded(4)},
-    "sharded, shared matrices": {"layout": sharded(4), "request": shared(2)},
     "hsdp": {"layout": sharded(2, 2)},
     "replicated": {"layout": "plain"},
 }
-# Beside these a few bytes travel (verdicts, telemetry), and what co-owners exchange.
+# Beside these a few bytes travel (verdicts, telemetry).
 
 
 @pytest.mark.parametrize("case", CASES)

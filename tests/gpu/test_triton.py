@@ -10,9 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton kernels need Triton")
 
 from dmuon.kernels import triton_lists, triton_syrk
-from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
-from tests.co_owners import by_co_owners
 from tests.products import POLAR
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import BF16, F16, F32, Kernels, check_symm
@@ -143,17 +141,3 @@ def test_the_same_bits_every_time():
         found.append((out, cast, small))
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others))
-
-
-# ---- co-owners -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("count", [2, 8])
-def test_slices_of_co_owners(dtype, split, count):
-    x = GPU.unit(2, 512, 1536, dtype=F32)
-    expected = newton_schulz(x, dtype=F32, method="gram")
-    found, _, _ = by_co_owners(x, count, dtype, split)
-    error = (found.float() - expected).norm() / expected.norm()
-    assert error <= {F32: 1e-4, F16: 5e-2, BF16: 2e-1}[dtype]

@@ -9,7 +9,7 @@ import pytest
 
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import Batch, Dual, OwnershipPlan, Proof
+from dmuon.scheduler.plan import Batch, Dual, OwnershipPlan, Proof, StepTimes
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
@@ -80,6 +80,16 @@ def tight(plan: OwnershipPlan) -> OwnershipPlan:
     return replace(plan, limits=replace(plan.limits, memory_bytes=max(plan.state_bytes) - 1))
 
 
+def step_of(plan: OwnershipPlan, work: float = 1.0) -> StepTimes:
+    """As short as the plan's makespan lets it be."""
+    mean = sum(plan.loads_ms) / plan.topology.world
+    return StepTimes(plan.makespan_ms, plan.makespan_ms, None, work * mean, plan.makespan_ms)
+
+
+def test_a_step_may_be_as_short_as_its_work_and_its_links(plan):
+    assert certify(replace(plan, step=step_of(plan))).ok
+
+
 def other_solver(plan: OwnershipPlan, name: str) -> OwnershipPlan:
     others = tuple(a for a in plan.search.alternatives if a[0] != name)
     return replace(plan, search=replace(plan.search, alternatives=(*others, (name, 0.01))))
@@ -125,6 +135,10 @@ LIES = {
         lambda p: replace(p, proof=Proof(Dual((1, 1, 1), (-5, 0, 0)))), "duals prove",
     ),
     "lower prices": (lambda p: changed_prices(p, 0.5), "claims a lower bound"),
+    "less work in a step": (lambda p: replace(p, step=step_of(p, 0.9)), "ms of work on a rank"),
+    "a step without its links": (
+        lambda p: replace(p, step=replace(step_of(p), link_ms=2 * p.makespan_ms)), "shorter than",
+    ),
 }  # fmt: skip
 
 

@@ -26,9 +26,11 @@ from torch import nn
 
 from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue import PRESETS, model_specs
+from dmuon.config import PlannerOptions
 from dmuon.report.data import LoadBalanceReport
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.network import planned
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
@@ -61,14 +63,10 @@ def without_seconds(text: str) -> str:
 
 
 def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
-    plan = solve(
-        model_specs("gpt2"),
-        Topology((2, 2), ("node", "gpu"), 2, "cuda"),
-        CostTable.analytic("h200"),
-        solver="greedy",
-        layout=Layout.REDUCED,
-    )
-    shards = evenly_sharded(plan.specs, plan.topology, whole=True)
+    specs, topology = model_specs("gpt2"), Topology((2, 2), ("node", "gpu"), 2, "cuda")
+    shards = evenly_sharded(specs, topology, whole=True)
+    how = CostTable.analytic("h200"), shards, Layout.REDUCED, "greedy", PlannerOptions(), None
+    plan = planned(specs, topology, *how)
     fullest = plan.state_bytes.index(max(plan.state_bytes))
     known = LoadBalanceReport(
         plan, model="gpt2", source=PRESETS["gpt2"]["source"],
@@ -229,15 +227,6 @@ def test_the_report_is_as_wide_as_the_terminal(columns, widest):
     lines = re.sub("\x1b\\[[0-9;]*m", "", out.decode()).partition("\nParameters")[0].splitlines()
     assert widest - 25 < max(map(len, lines)) <= widest
     assert any(line.startswith("1536 x 2048 ") for line in lines)
-
-
-def test_what_sharing_would_gain_is_asked_for_by_the_option_of_the_command(capsys):
-    many = ["plan", "--model", "llama3-8b", "--mesh", "32x8"]
-    out = " ".join(succeed(capsys, *many).split())
-    assert "--co-owners auto does so from 5% less on; no plan" in out
-    assert "PlannerOptions(" not in out
-    out = " ".join(succeed(capsys, *many, "--co-owners", "auto").split())
-    assert "ranks each" in out and "does so" not in out
 
 
 def test_experts_belong_to_the_ranks_that_hold_them(capsys, tmp_path):
@@ -425,10 +414,6 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         (["--verify", "gone.json", "--model", "gpt2"], "not allowed with"),
         ([*GPT2, "--frobnicate"], "--frobnicate"),
         ([*GPT2, "--layout", "auto"], "invalid choice: 'auto'"),
-        (
-            [*GPT2, "--layout", "dedicated", "--co-owners", "2"],
-            "--co-owners is for --layout sharded",
-        ),
         ([*GPT2, "--layout", "replicated", "--ep", "2"], "--ep is for --layout sharded"),
         ([*GPT2, "--ep", "2"], "found no stack"),
         (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "3"], "found stacks of [128] items"),

@@ -105,7 +105,6 @@ def eighth():
         model, transport = Llama(), First()
         request = Request(
             "dedicated", costs="analytic:h100", solver="greedy",
-            planner=dmuon.PlannerOptions(co_owners="off"),
         )  # fmt: skip
         topology = dmuon.scheduler.topology.Topology.flat(WORLD)
         own = assemble(Given(model), request, transport, lambda: topology, lambda _: transport)

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -849,34 +848,3 @@ def test_a_mistake_is_one_line_and_status_two(tmp_path, capsys, options, message
     assert err.startswith("python -m dmuon profile: error: ") and err.count("\n") == 1
     assert re.search(message, err)
     assert parse_shapes("4X5,4x5, 6x7") == [(4, 5), (6, 7)]
-
-
-# ---- exchanges among co-owners -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bandwidth", "budget_s", "most", "reached"), [
-    (1e11, 10.0, 128 << 20, 64 << 20),
-    (1.5e9, 10.0, 128 << 20, 64 << 20),  # gloo on a machine: half a second
-    (1.5e9, 10.0, 8 << 20, 16 << 20),
-    (1.5e9, 10.0, 1 << 20, 2 << 20),
-    (1e8, 10.0, 128 << 20, 2 << 20),  # a second for 16 MiB alone
-    (1e11, 1e-9, 128 << 20, 2 << 20),
-])  # fmt: skip
-def test_exchanges_reach_the_sizes_that_are_used_as_far_as_the_budget_lasts(
-    monkeypatch, bandwidth, budget_s, most, reached
-):
-    asked = []
-
-    def exchange_ms(groups, device, nbytes, runs):
-        asked.append((nbytes, runs))
-        return dict.fromkeys(groups, 1000.0 * (0.0002 + nbytes / bandwidth))
-
-    monkeypatch.setattr(measure, "_exchange_ms", exchange_ms)
-    session = types.SimpleNamespace(exchanged=lambda work: [work()] * 2, budget_s=budget_s)
-    found = measure._links(session, {2: None, 4: None}, CPU, most)
-    assert max(asked)[0] == reached
-    assert found.keys() == {2, 4} and found[2] == found[4]
-    assert found[2].bandwidth == pytest.approx(bandwidth, rel=1e-3)
-    assert found[2].latency_s == pytest.approx(2e-4, rel=1e-3)
-    spent = sum(2 * runs * (2e-4 + nbytes / bandwidth) for nbytes, runs in asked[3:])
-    assert spent <= 0.1 * budget_s

@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_routes(data, shards, least, size, per_node):
                 add(expected[0], route.held.splits, route.owned.splits)
                 add(expected[1], route.owned.splits, route.held.splits)
             spreads = [(one.columns, one.others.splits) for one in route.replications]
-            spreads += [(route.columns, route.came.splits)] * bool(route.columns)
+            spreads += [(route.columns, route.updates.splits)] * bool(route.columns)
             for columns, splits in spreads:
                 for n, (ranks, parts) in enumerate(turns_of(columns, splits, rank), 2):
                     came = np.zeros(world)

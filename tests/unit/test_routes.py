@@ -16,7 +16,7 @@ from dmuon.comm.buckets import (
     allocate,
     gradient_bucket,
 )
-from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, publish_buckets, units_of
+from dmuon.scheduler.plan import Batch, OwnershipPlan, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError, runs_of
@@ -130,7 +130,6 @@ def test_routes_are_a_function_of_the_plan_alone(plan, size):
     groups = [m.parameter % 2 for m in plan.specs.matrices]
     units = units_of(plan, groups)
     assert units == units_of(again, groups)
-    assert publish_buckets(units, size, 2) == publish_buckets(units_of(again, groups), size, 2)
 
 
 def test_neighbouring_matrices_of_one_owner_are_one_span():
@@ -223,36 +222,6 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     assert len(units) == len({(batch_of[u.matrices[0]], u.group) for u in units})
     order = [batch_of[u.matrices[0]] for u in units]
     assert order == sorted(order), "batches are executed in the order of the plan"
-
-
-units_lists = st.lists(st.builds(
-    Unit, owner=st.integers(0, 3), group=st.just(0), rows=st.integers(1, 6),
-    matrices=st.integers(1, 3).map(lambda n: tuple(range(n))), cols=st.integers(1, 6),
-    ms=st.floats(0, 4, width=16),
-), min_size=1, max_size=12)  # fmt: skip
-
-
-@settings(max_examples=120)
-@given(units_lists, st.integers(1, 300), st.sampled_from([2, 4]))
-def test_publish_buckets_hold_each_unit_once_and_leave_as_they_are_done(units, size, item):
-    def nbytes(members) -> int:
-        return sum(units[u].numel * item for u in members)
-
-    executed: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    clock: dict[int, float] = defaultdict(float)
-    finished = []
-    for owner, members in publish_buckets(units, size, item):
-        assert {units[u].owner for u in members} == {owner}
-        assert nbytes(members[:-1]) < size
-        executed[owner].append(members)
-        clock[owner] += sum(units[u].ms for u in members)
-        finished.append(clock[owner])
-    assert finished == pytest.approx(sorted(finished)), "in order of predicted completion"
-    for owner, buckets in executed.items():
-        assert all(nbytes(members) >= size for members in buckets[:-1])
-        order = [u for members in buckets for u in members]
-        assert order == [u for u, unit in enumerate(units) if unit.owner == owner]
-    assert sum(len(m) for buckets in executed.values() for m in buckets) == len(units)
 
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])

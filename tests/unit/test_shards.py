@@ -261,15 +261,14 @@ def test_every_holder_gets_every_update_once(data, shards, least, size, per_node
             if route.columns:
                 order = [*chain(*route.columns)]
                 arrived.fill_(-1)
-                write(route.held, arrived.split(route.came.splits)[order.index(a)])
-                landed.append([(arrived, route.columns, route.came)])
+                write(route.held, arrived.split(route.updates.splits)[order.index(a)])
+                landed.append([(arrived, route.columns, route.updates)])
                 continue
             of_rank = []
             for one in route.replications:
                 order, buffer = [*chain(*one.columns)], torch.full((one.others.numel,), -1)
-                for cut in one.copies:
-                    to, source = cut.within(buffer, arrived)
-                    to.copy_(source)
+                for to, start, numel in one.copies:
+                    buffer[start : start + numel] = arrived[to : to + numel]
                 if one.is_all:
                     buffer.split(one.others.splits)[order.index(a)].copy_(arrived)
                 of_rank.append((buffer, one.columns, one.others))
@@ -313,7 +312,7 @@ def test_no_byte_crosses_to_a_node_twice(nodes, each, replicas):
     for rank in range(8):
         route = bucket_route(made, topology, units, range(len(units)), rank)
         spreads = [(one.columns, one.others.splits) for one in route.replications]
-        spreads += [(route.columns, route.came.splits)] * bool(route.columns)
+        spreads += [(route.columns, route.updates.splits)] * bool(route.columns)
         for columns, splits in spreads:
             for ranks, parts in turns_of(columns, splits, rank):
                 far = (n for r, (_, n) in zip(ranks, parts, strict=True) if node(r) != node(rank))

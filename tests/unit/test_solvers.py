@@ -383,26 +383,21 @@ def test_bound_and_counts_come_close_where_no_search_settles_them(owners, close)
 # ---- how large batches are ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "co_owners"), [(Layout.REDUCED, "off"), (Layout.SHARDED, "off"), (Layout.SHARDED, 2)]
-)
-def test_a_batch_is_two_buckets_at_most_or_one_matrix(layout, co_owners):
+@pytest.mark.parametrize("layout", [Layout.REDUCED, Layout.SHARDED])
+def test_a_batch_is_two_buckets_at_most_or_one_matrix(layout):
     specs, numel = model_specs("llama3-8b"), 2 * (32 << 20) // 2
-    options = PlannerOptions(co_owners=co_owners)
     plan = solve(
         specs, Topology.flat(8), CostTable.analytic("h100", momentum=layout is Layout.REDUCED),
-        layout=layout, solver="greedy", options=options, batch_numel=numel,
+        layout=layout, solver="greedy", batch_numel=numel,
     )  # fmt: skip
     sizes = Counter()
     for batch in plan.batches:
-        rows, cols = sorted(specs.matrices[batch.matrices[0]].shape)
-        each = rows * -(-cols // (len(batch.co_owners) or 1))
+        each = specs.matrices[batch.matrices[0]].numel
         assert len(batch.matrices) == 1 or len(batch.matrices) * each <= numel
         sizes[each] = max(sizes[each], len(batch.matrices))
     assert certify(plan).ok, str(certify(plan))
-    if co_owners == "off":
-        # Larger batches are cheaper, so within the limit they are made.
-        assert sizes == {4096 * 14336: 1, 4096 * 4096: 2, 1024 * 4096: 8}
+    # Larger batches are cheaper, so within the limit they are made.
+    assert sizes == {4096 * 14336: 1, 4096 * 4096: 2, 1024 * 4096: 8}
 
 
 def test_of_equal_prices_the_smaller_batch_wins():

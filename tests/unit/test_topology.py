@@ -278,7 +278,7 @@ def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
     rehearsal.run(plan)
 
 
-def test_any_number_of_co_owners_is_one_split(monkeypatch):
+def test_any_number_of_sets_of_ranks_is_one_split(monkeypatch):
     rehearsal = Rehearsal(monkeypatch, 8)
     grid = Grid.of(Topology((2, 2, 2), ("replicate", "shard", "tp"), 8), {"tp"})
 

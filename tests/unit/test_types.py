@@ -34,7 +34,7 @@ opt = dmuon.Muon(model, ns_dtype=torch.float32, momentum_dtype="bfloat16", publi
 opt = dmuon.Muon(model, dedicate={"heads": {"*.qkv.weight": 12}, "solver": "greedy"})
 own: dmuon.Ownership = dmuon.dedicate_params(model, layout="dedicated", costs="analytic:H100")
 report: dmuon.LoadBalanceReport = opt.report()
-planner = dmuon.PlannerOptions(co_owners="auto")
+planner = dmuon.PlannerOptions(redundancy="auto")
 y: torch.Tensor = dmuon.newton_schulz(torch.eye(3), coefficients="simple", dtype="float32")
 opt.zero_grad()
 dmuon.Muon(model, nonsense=3)  # wrong: nonsense
@@ -53,7 +53,7 @@ dmuon.Muon(model, dedicate={"head": {"*.qkv.weight": 12}})  # wrong: dedicate
 dmuon.Muon(model, dedicate={"solver": "lp"})  # wrong: dedicate
 dmuon.dedicate_params(model, layout="shard")  # wrong: layout
 dmuon.dedicate_params(model, solver="lp")  # wrong: solver
-dmuon.PlannerOptions(co_owners=3)  # wrong: co_owners
+dmuon.PlannerOptions(redundancy="all")  # wrong: redundancy
 dmuon.KernelOptions(backend="cuda")  # wrong: backend
 dmuon.newton_schulz(torch.eye(3), coefficients="polar")  # wrong: coefficients
 dmuon.Muonn(model)  # wrong: Muonn
