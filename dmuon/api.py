@@ -248,11 +248,10 @@ def assemble(
         if len(kinds) > 1:
             each = ", ".join(f"{bits} ({count})" for bits, count in sorted(kinds.items()))
             found.differ = f"ranks would not compute the same bits: {each}"
-        if found.layout is Layout.REDUCED:
-            found.shards = shard_map(found.specs, found.reports)
-        if not found.layout.keeps_state_at_owners:
+        if found.layout is not Layout.DEDICATED:
             # Pure: every rank comes to the same result, or to the same error.
             found.shards = shards = shard_map(found.specs, found.reports)
+        if not found.layout.keeps_state_at_owners:
             found.specs, sizes = shards.specs, given.sizes(shards.specs)
             found.limits = shards.limits(request.planner.owner_memory_bytes, sizes)
             if given.before is not None:
@@ -570,8 +569,8 @@ def _check_request(request: Request) -> None:
 def _check_owners(
     plan: OwnershipPlan, limits: OwnerLimits | None, shards: ShardMap | None, differ: str
 ) -> None:
-    """A saved plan must let the same ranks own each matrix as the model's shards do, and several
-    compute one only as planning would."""
+    """A saved plan must let the same ranks own each matrix as the model's shards do. Where several
+    ranks compute a matrix, they must be ranks that planning could choose."""
     if differ and any(batch.copies for batch in plan.batches):
         raise PlanError(
             f"in the saved plan several ranks compute a matrix, and {differ}: plan anew"
@@ -586,13 +585,14 @@ def _check_owners(
                     f"in the saved plan rank {rank} owns {name!r}, which only ranks "
                     f"{list(domain)[:8]} hold in this model: plan anew"
                 )
-            ways = parts_of(shards.replicas(i), plan.topology) if shards and ranks else []
+            has_parts = shards is not None and ranks and not plan.layout.keeps_state_at_owners
+            ways = parts_of(shards.replicas(i), plan.topology) if shards and has_parts else []
             ways = [way for way in ways if len(way) == len(ranks)]
             each = [all(len({*part} & {*ranks}) == 1 for part in way) for way in ways]
             if ranks and not any(each):
                 raise PlanError(
                     f"in the saved plan ranks {list(ranks)[:8]} compute {name!r} each, "
-                    "which are not one of each part of this mesh: plan anew"
+                    "expected one rank of each part of this mesh: plan anew"
                 )
 
 

@@ -263,7 +263,8 @@ class KernelOptions(_Checked):
 class ReplicatedOptions(_Checked):
     """How the `replicated` layout works.
 
-    ``publish_bucket_bytes``: updates of one owner up to this size leave in one broadcast.
+    ``publish_bucket_bytes``: updates of about so many bytes per owner travel in one collective
+    (None: as planned).
     ``broadcast_parameters``: `dedicate_params` starts a plain module from the weights and buffers
     of the mesh's first rank. ``timeout_s``: after how many seconds a collective of dmuon's own
     process group gives up (None: as in the default group, and torch's default for new groups while

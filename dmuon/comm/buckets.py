@@ -277,9 +277,6 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
     return tuple(found)
 
 
-# ---- buckets of a step -----------------------------------------------------------------------
-
-
 # ---- memory ----------------------------------------------------------------------------------
 
 

@@ -183,8 +183,8 @@ class _Published:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket of updates. ``buffer`` has memory from a step to the next backward; ``rms`` lie in
-    it, by owner, and ``seen`` are those that were published last."""
+    """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``rms`` are
+    views of it, one per owner; ``seen`` are copies of those that were published last."""
 
     units: list[_Published]
     buffer: Buffer
@@ -347,7 +347,7 @@ class ReducedRuntime(OwnersRuntime):
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
         # Which parameters have a gradient is known alike, so all ranks leave the same buckets out.
-        leaving: list[_Bucket] = []
+        leaving: list[int] = []
         for b, bucket in enumerate(self._buckets):
             for live in bucket.units:
                 live.where = self._with_gradients(live.unit)
@@ -360,24 +360,31 @@ class ReducedRuntime(OwnersRuntime):
                     gradients = reducer.owned.stack(live.unit)
                     payload = live.rms, live.payload
                     self._computed(compute, live.unit, live.where, gradients, *payload)
-            self._pending[b], bucket.turns.sent = apply, 0
-            leaving = self._sent_on([bucket, *leaving])
+            bucket.turns.sent = 0
+            leaving = self._sent_on([b, *leaving], apply)
         while leaving:
-            leaving = self._sent_on(leaving)
+            leaving = self._sent_on(leaving, apply)
         reducer.clear()
         # The forward that led here read these without passing their wait point.
         assert self._coverage is not None
         self._wait_for(self._coverage.take_missed())
 
-    def _sent_on(self, leaving: Sequence[_Bucket]) -> list[_Bucket]:
-        """The next turn of each of these buckets, the last one first; those that have more."""
-        for bucket in leaving:
+    def _sent_on(self, leaving: Sequence[int], apply: Apply) -> list[int]:
+        """Launch the next turn of each bucket, the newest bucket first. Return the buckets that
+        have more turns; the others are pending."""
+        left = []
+        for b in leaving:
+            bucket = self._buckets[b]
             with self._publishing:
                 if bucket.turns.sent:
                     self.meter.wait("scatter", bucket.works)
                 if bucket.turns.sent < len(bucket.turns):
                     bucket.works += bucket.turns.send(self.transport.rank, self._peers, self.meter)
-        return [bucket for bucket in leaving if bucket.turns.sent < len(bucket.turns)]
+            if bucket.turns.sent < len(bucket.turns):
+                left.append(b)
+            else:  # not before, or a step that fails would leave memory that nobody has written
+                self._pending[b] = apply
+        return left
 
     def _wait_for(self, buckets: Iterable[int]) -> None:
         for b in sorted(self._pending.keys() & buckets):

@@ -187,8 +187,8 @@ def open_peers(
     new_group: NewGroup,
     device: torch.device,
 ) -> dict[tuple[int, ...], Transport]:
-    """Transports by which the ranks of each of ``sets`` share updates, those that this rank belongs
-    to, with their first collectives run; a collective call."""
+    """Open a transport for each set of ranks that this rank belongs to, and run its first
+    collective; a collective call."""
     rank, everyone = transport.rank, tuple(range(transport.world))
     sharing: set[tuple[int, ...]] = set()
     for ranks in sets:

@@ -76,7 +76,8 @@ def _aligned(numel: int) -> int:
 
 class Turns:
     """All-gathers by which shares of flat buffers come to all ranks that need them, one after the
-    other (`turns_of`): ``found`` are (buffer, its turns). ``is_published``: what everyone gets."""
+    other (`turns_of`): ``found`` are (buffer, its turns). ``is_published``: all ranks get it, else
+    only those with equal shards."""
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class Turns:
         return len(self._turns)
 
     def send(self, rank: int, peers: Mapping[Ranks, Transport], meter: Meter) -> list[Work]:
-        """The next, when what it passes on is there; ``peers`` has a transport over each set."""
+        """Launch the next turn. What it passes on must have arrived. ``peers`` has a transport over
+        each set of ranks."""
         tag, works = "updates" if self._is_published else "replicate", []
         for ranks, parts in self._turns[self.sent]:
             own = parts[ranks.index(rank)].nbytes * (len(ranks) - 1)
@@ -350,6 +352,8 @@ class Pipeline:
             if (apply := self._pending.pop(b, None)) is None:
                 continue
             bucket = self.buckets[b]
+            if bucket.turns.sent < len(bucket.turns):
+                continue  # its step failed, and not all has come
             with self._publishing:
                 self._meter.wait("scatter", bucket.works)
             apply(b)

@@ -269,8 +269,8 @@ def _replication(
 
 
 def _runs(own: Message, updates: Message) -> tuple[tuple[int, int, int], ...]:
-    """(start in a buffer of ``updates``, start in that of ``own``, elements) of all its matrices,
-    of neighbours in both together."""
+    """(start in a buffer of ``updates``, start in that of ``own``, elements) of all matrices of
+    ``own``. Neighbours in both buffers are one run."""
     at = {i: p.start + n * p.box.numel for p in updates.parts for n, i in enumerate(p.matrices)}
     found: list[tuple[int, int, int]] = []
     for part in own.parts:

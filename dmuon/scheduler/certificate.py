@@ -108,7 +108,7 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 def _wrong_claims(
     plan: OwnershipPlan, problem: Problem, makespan: int, bound: int
 ) -> Iterator[str]:
-    """False claims of the plan about its makespan, bound, status and contents."""
+    """False claims of the plan about its makespan, bound, status, step and contents."""
     has_proof = plan.proof is not None
     if has_proof and bound < problem.ticks(plan.lower_bound_ms):
         what, proof = f"{plan.lower_bound_ms:.6g} ms", f"{problem.ms(bound):.6g} ms"
@@ -119,7 +119,7 @@ def _wrong_claims(
         was = "was" if plan.search.hit_time_limit else "was not"
         yield f"the plan claims the status {plan.status!r} and that it {was} stopped by the clock"
     if (step := plan.step) is not None:
-        work = sum(plan.loads_ms) / plan.topology.world
+        work = plan.work_ms
         if not math.isclose(step.work_ms, work, rel_tol=1e-6, abs_tol=1e-6):
             yield f"the plan claims {step.work_ms:.6g} ms of work on a rank; it has {work:.6g} ms"
         if step.ms < (1 - 1e-6) * max(step.work_ms, step.link_ms):

@@ -27,7 +27,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, Parameter
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
@@ -222,6 +222,11 @@ class OwnershipPlan:
             for owner in owners:
                 state[owner] += self.limits.state_bytes(i, matrix, self.layout)
         return tuple(state)
+
+    @property
+    def work_ms(self) -> float:
+        """Predicted milliseconds of all batches, the mean of all ranks."""
+        return math.fsum(b.ms * len(b.ranks) for b in self.batches) / self.topology.world
 
     @property
     def makespan_ms(self) -> float:

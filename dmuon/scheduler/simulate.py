@@ -679,15 +679,15 @@ class _Pipelined:
                 if only_publishes:
                     left = self._meanwhile(1 / (count + 1 - b), left)
                 while self._turn[b - job.slots] < len(job.buckets[b - job.slots].turns):
-                    self._send_on(b - job.slots)
+                    self._send_turn(b - job.slots)
                 self.apply(b - job.slots)
             run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, _UNIT_CALLS * bucket.units.max())
             _passes(run, job, f"leaving {b}", _COPY, bucket.owned)
             if not b and is_ahead:
                 run.wait(verdict)
-            self.send_on(b)
+            self.send_turns(b)
         for b in range(count, count + self.depth):
-            self.send_on(b)
+            self.send_turns(b)
         if only_publishes:
             self._meanwhile(1.0, left)
         for b in range(max(0, count - job.slots), count):
@@ -712,12 +712,12 @@ class _Pipelined:
         if b < len(self._job.buckets) and self._job.buckets[b].gather:
             self._gathers[b] = self._run.send(f"gather {b}", self._job.buckets[b].gather)
 
-    def send_on(self, last: int) -> None:
+    def send_turns(self, last: int) -> None:
         """The next turn of this bucket, and then of those before it."""
         for back in range(self.depth + 1):
-            self._send_on(last - back)
+            self._send_turn(last - back)
 
-    def _send_on(self, b: int) -> None:
+    def _send_turn(self, b: int) -> None:
         turns = self._job.buckets[b].turns if 0 <= b < len(self._turn) else ()
         if turns and self._turn[b] < len(turns):
             if b in self._sent:
@@ -744,8 +744,8 @@ def block_step(run: Run, job: Job, model: Model) -> None:
 
 
 def owners_step(run: Run, job: Job, model: Model) -> None:
-    """Muon, momentum with owners, whose prices include it. In `reduced` buckets of updates go from
-    all owners to all ranks."""
+    """Muon, momentum with owners, whose prices include it. In `reduce_to_owner` buckets of updates
+    go from all owners to all ranks."""
     run.exchange("verdict", job.verdict)
     way, count = _Pipelined(run, job), len(job.buckets)
     for b in range(count + way.depth):
@@ -754,7 +754,7 @@ def owners_step(run: Run, job: Job, model: Model) -> None:
             run.compute(f"bucket {b}", "Newton-Schulz", bucket.ms, calls)
             if not bucket.turns:  # its weights lie here
                 _passes(run, job, f"apply {b}", _APPLY, bucket.owned)
-        way.send_on(b)
+        way.send_turns(b)
     if job.around is Layout.DEDICATED:
         for i, block in enumerate(job.blocks[1:]):
             if published := job.to_holders(block):

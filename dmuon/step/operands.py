@@ -152,13 +152,13 @@ class BlockState:
             for b in self.blocks
         ]
 
-    def _places(self) -> list[int]:
+    def _places(self) -> tuple[int, list[int]]:
+        """The version of the parameters' storage, and where their state is stored."""
         kept = (e[key] for e in self._entries.values() for key in (MOMENTUM, MASTER) if key in e)
-        return [stored_tensor(tensor).data_ptr() for tensor in kept]
+        return self._runtime.locals.version, [stored_tensor(tensor).data_ptr() for tensor in kept]
 
     def _look_up(self) -> None:
         """Find where weights and momentum lie."""
-        self._version = self._runtime.locals.version
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
         entries = {i: self._optimizer.state[self._runtime.parameters[i]] for i in self._muon}
         self._entries = entries
@@ -180,7 +180,7 @@ class BlockState:
 
     def begin_step(self) -> None:
         """Someone may have moved a parameter's storage, or its state's (to a CPU, and back)."""
-        if self._version != self._runtime.locals.version or self._known != self._places():
+        if self._known != self._places():
             self._look_up()
 
 

@@ -94,10 +94,12 @@ class Setting:
         given = argparse.Namespace(**{**vars(args), **changed})
         planned, shards, costs = planner(given)
         plan = planned(given.solver or "auto")
-        is_cut, at_owners = plan.layout is Layout.SHARDED, plan.layout.keeps_state_at_owners
+        is_cut = plan.layout is Layout.SHARDED
         limited = {"--period": given.period > 1, "--tp": given.tp > 1} if not is_cut else {}
-        if at_owners:
-            limited |= {"--bucket": given.bucket is not None, "--async": given.is_late}
+        if plan.layout.keeps_state_at_owners:
+            limited |= {"--async": given.is_late}
+        if plan.layout is Layout.DEDICATED:
+            limited |= {"--bucket": given.bucket is not None}
         for name in (name for name, is_given in limited.items() if is_given):
             raise PlanError(f"{name} is not for --layout {plan.layout.value}: drop one of the two")
         machine = sim.Machine.of(costs, plan.topology)
@@ -161,14 +163,18 @@ def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
     """What a script does, but for the period."""
     size, parts = given.bucket, given.redundancy
     asked = [f'"planner": dmuon.PlannerOptions(redundancy={parts})'] * bool(parts)
-    asked += [f'"options": dmuon.ShardedOptions(bucket_bytes={size})'] * bool(size)
+    options = f"ShardedOptions(bucket_bytes={size})"
+    if around is not Layout.SHARDED:
+        options = f"ReplicatedOptions(publish_bucket_bytes={size})"
+    asked += [f'"options": dmuon.{options}'] * (bool(size) and around is not Layout.REDUCED)
+    size_too = f", publish_bucket_bytes={size}" * bool(size)
     more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
     setup = {
         Layout.SHARDED: f"fully_shard(model, mesh={mesh})",
         Layout.REPLICATED: "model = DistributedDataParallel(model)",
         Layout.REDUCED: "own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions("
-        "reduce_to_owner=True))",
+        f"reduce_to_owner=True{size_too}))",
         Layout.DEDICATED: f'own = dmuon.dedicate_params(model, {mesh}, layout="dedicated")',
     }
     return f"{setup[around]}\nopt = dmuon.Muon(model{more}"

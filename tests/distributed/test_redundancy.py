@@ -19,6 +19,7 @@ from dmuon.types import CorruptionError, DmuonError
 from tests.distributed.compare import assert_bitwise, assert_close, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout, on
+from tests.distributed.models import Net
 from tests.distributed.test_collective_order import Recorders, assert_one_order
 from tests.distributed.twins import MUON, Both, Trained, both, follow, laid_out
 from tests.internals import C10dTransport, LinkTimer, Orthogonalizer, parts_of
@@ -178,6 +179,28 @@ def test_no_byte_crosses_to_a_node_twice(rank, world, case):
     assert sum(gathered(came)) == pytest.approx((world // each - 1) * whole, rel=1e-9)
 
 
+@pytest.mark.parametrize("layout", ["reduced", "reduced ddp"])
+@distributed(4)
+def test_owners_publish_to_nodes_and_then_inside_them(rank, world, layout):
+    """In steps of all matrices, and of some."""
+    recorders = Recorders()
+    request = {"planner": dmuon.PlannerOptions(ranks_per_node=2, max_batch=1)}
+    case = {"options": {"publish_bucket_bytes": 2048}, "request": request}
+    with both(Net, layout, transport=recorders, **case) as pair:
+        recorders.log.clear()
+        if layout == "reduced":
+            pair.prepare = lambda model, step, rank: setattr(model, "use_spare", step == 2)
+        pair.train(range(4))
+        pair.opt.synchronize()
+        came = [ranks for _, ranks, event in recorders.log if event.tag == "updates"]
+        among = {tuple(ranks) for ranks in came}
+        node, column = rank // 2 * 2, rank % 2
+        assert among == {(node, node + 1), (column, column + 2)}, among
+        assert came.count((node, node + 1)) == came.count((column, column + 2)) >= 6
+        pair.check()
+        assert_one_order(gathered(recorders.log))
+
+
 @distributed(4)
 def test_a_copy_that_computes_wrongly_is_found(rank, world):
     for case in ("ddp", "hsdp"):
@@ -219,7 +242,7 @@ def test_a_saved_plan_with_copies_in_wrong_places_is_refused(rank, world, copies
         wrong = replace(first, owner=copies[0], copies=copies)
         plan = replace(own.plan, batches=(wrong, *others), claim=None)
         own.close()
-        with pytest.raises(DmuonError, match=r"compute .* which are not one of each part"):
+        with pytest.raises(DmuonError, match=r"compute .* expected one rank of each part"):
             dmuon.dedicate_params(laid_out(layout)[0], plan=plan)
 
 

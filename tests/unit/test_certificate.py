@@ -82,8 +82,8 @@ def tight(plan: OwnershipPlan) -> OwnershipPlan:
 
 def step_of(plan: OwnershipPlan, work: float = 1.0) -> StepTimes:
     """As short as the plan's makespan lets it be."""
-    mean = sum(plan.loads_ms) / plan.topology.world
-    return StepTimes(plan.makespan_ms, plan.makespan_ms, None, work * mean, plan.makespan_ms)
+    ms = plan.makespan_ms
+    return StepTimes(ms, ms, None, work * plan.work_ms, ms)
 
 
 def test_a_step_may_be_as_short_as_its_work_and_its_links(plan):

@@ -6,6 +6,7 @@ import doctest
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -204,6 +205,11 @@ def test_new_rows_replace_those_of_the_same_place(tmp_path, capsys):
     path.write_text(json.dumps({"rows": found}))
     assert links.main(["--table", str(path)]) == 0
     assert "| 2 x 2 | 200mbit | a | 1 (9-12) |" in capsys.readouterr().out
+
+
+def test_the_committed_rows_can_be_added_to():
+    rows = links.read_rows(str(Path(links.__file__).parent / "results" / "links.json"))
+    assert len(merged(rows, [])) == len(rows) > 50
 
 
 def test_examples_in_docstrings():
