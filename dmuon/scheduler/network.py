@@ -140,6 +140,7 @@ class Routes:
         """The gather of a bucket, and one after the other what brings the updates. What
         `Transport.all_gather` sends goes by messages on gloo, and in rings elsewhere."""
         world, shards, topology = self.shards.world, self.shards, self.plan.topology
+        every = np.arange(world)
         alike: dict[tuple[Any, ...], tuple[int, int, int]] = {}
         for u in members:
             unit = self.units[u]
@@ -149,15 +150,17 @@ class Routes:
         ways = np.zeros((2, 2, world))  # (near, far) x (sent, came), of the gather
         sources: dict[Sets, sim.Floats] = defaultdict(lambda: np.zeros(world))
         for i, u, count in alike.values():
-            unit = self.units[u]
-            pieces = count * self._elements(i)
-            for owner in self.owners[u]:
-                sent = pieces * shards.is_in_replica(i, owner)
-                sources[shards.sharing(i, unit.copies, topology)] += sent
-                sent[owner] = 0
-                for level, is_near in enumerate((self._is_near[owner], ~self._is_near[owner])):
-                    ways[level, 0] += sent * is_near
-                    ways[level, 1, owner] += (sent * is_near).sum()
+            numbers, owners = shards.replica_numbers(i), np.array(self.owners[u])
+            of_replica = np.full(numbers.max() + 2, -1)  # the last: of ranks without a part
+            of_replica[numbers[owners]] = owners
+            owner = of_replica[numbers]
+            pieces = count * self._elements(i) * (owner >= 0)
+            sources[shards.sharing(i, self.units[u].copies, topology)] += pieces
+            sent = pieces * (owner != every)
+            is_near = self.node == self.node[owner]
+            for level, some in enumerate((sent * is_near, sent * ~is_near)):
+                ways[level, 0] += some
+                ways[level, 1] += np.bincount(owner.clip(0), some, world)
         ways *= self.item
         turns = self._turns({sets: self.item * of for sets, of in sources.items()}, not ways.any())
         if not ways.any():
@@ -429,16 +432,11 @@ def planned(
             batch_numel=size // item, way=way,
         )  # fmt: skip
 
-    if layout.keeps_state_at_owners and options.redundancy not in ("auto", 1):
-        raise PlanError(
-            f"redundancy={options.redundancy}: where momentum lies with owners (layout "
-            f"{layout.value!r}) every matrix has one owner; leave redundancy out"
-        )
+    parts = {} if shards is None else _parts(shards, topology, layout)
+    asked_for = options.redundancy if topology.world > 1 else 1
+    redundancy, note = _redundancy(parts, asked_for, differ, layout)
     if shards is None or layout is Layout.DEDICATED or topology.world == 1:
         return make(Way())
-    every = () if layout.keeps_state_at_owners else range(len(specs.matrices))
-    parts = {i: of for i in every if (of := parts_of(shards.replicas(i), topology))}
-    redundancy, note = _redundancy(parts, options.redundancy, differ)
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
     machine: sim.Machine | None = None
     with suppress(PlanError):  # nothing is known of links
@@ -452,7 +450,8 @@ def planned(
         return sim.optimizer_ms(job(plan))
 
     is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
-    most = max(3, min(120, _MOST_LOOKED_AT // max(1, len(specs.matrices))))
+    size = len(specs.matrices) * max(1, topology.world // 64)
+    most = max(3, min(120, _MOST_LOOKED_AT // max(1, size)))
     quick = "round_robin" if solver == "round_robin" else "greedy"
     sizes = _SIZES if is_free else ()
     free = parts if redundancy == "auto" else {}
@@ -473,11 +472,22 @@ def planned(
     return _noted(replace(plan, step=StepTimes(ms_of(plan), *ends, *least)), note)
 
 
+def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, list[Parts]]:
+    """Those by which each matrix can be computed more than once."""
+    every = () if layout.keeps_state_at_owners else range(len(shards.specs.matrices))
+    return {i: of for i in every if (of := parts_of(shards.replicas(i), topology))}
+
+
 def _redundancy(
-    parts: Mapping[int, Sequence[Parts]], asked: str | int, differ: str
+    parts: Mapping[int, Sequence[Parts]], asked: str | int, differ: str, layout: Layout
 ) -> tuple[str | int, str]:
     """What was ``asked`` for, or 1 and why; PlanError if no ``parts`` are so many."""
     ends = sorted({1, *(len(each) for of in parts.values() for each in of)})
+    if layout.keeps_state_at_owners and asked not in ("auto", 1):
+        raise PlanError(
+            f"redundancy={asked}: where momentum lies with owners (layout {layout.value!r}) every "
+            "matrix has one owner; leave redundancy out"
+        )
     if asked != "auto" and asked not in ends:
         raise PlanError(
             f"redundancy={asked}: so many parts of this mesh can compute a matrix by "

@@ -84,7 +84,7 @@ class ShardMap:
     _shared: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _masks: dict[tuple[object, ...], np.ndarray[Any, Any]] = field(
+    _numbers: dict[tuple[object, ...], np.ndarray[Any, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -188,16 +188,16 @@ class ShardMap:
         columns = zip(*(map(id, report.shards) for report in self.reports))
         return [known.setdefault(column, len(known)) for column in columns]
 
-    def is_in_replica(self, matrix: int, rank: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[world]: which ranks hold a part of the replica that ``rank`` holds a part of."""
+    def replica_numbers(self, matrix: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[world]: the number of the replica that each rank holds a part of, -1 for none."""
         parameter, ranks = self.specs.matrices[matrix].parameter, self.domains[matrix]
-        replica = self.shard(rank, parameter).replica
-        key = self.kind(matrix), ranks, replica
-        if key not in self._masks:
-            found = np.zeros(self.world, np.bool_)
-            found[[r for r in ranks if self.shard(r, parameter).replica == replica]] = True
-            self._masks[key] = found
-        return self._masks[key]
+        key = self.kind(matrix), ranks
+        if key not in self._numbers:
+            known: dict[tuple[int, ...], int] = {}
+            found = self._numbers[key] = np.full(self.world, -1)
+            for r in ranks:
+                found[r] = known.setdefault(self.shard(r, parameter).replica, len(known))
+        return self._numbers[key]
 
     def audiences(
         self, matrix: int, copies: tuple[int, ...], topology: Topology
