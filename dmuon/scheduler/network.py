@@ -450,8 +450,7 @@ def planned(
         return sim.optimizer_ms(job(plan))
 
     is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
-    size = len(specs.matrices) * max(1, topology.world // 64)
-    most = max(3, min(120, _MOST_LOOKED_AT // max(1, size)))
+    most = _ways_to_look_at(len(specs.matrices), topology.world)
     quick = "round_robin" if solver == "round_robin" else "greedy"
     sizes = _SIZES if is_free else ()
     free = parts if redundancy == "auto" else {}
@@ -470,6 +469,10 @@ def planned(
     ends = once_ms, ms_of(make(whole)) if parts else None
     least = plan.work_ms, sim.link_ms(job(plan))
     return _noted(replace(plan, step=StepTimes(ms_of(plan), *ends, *least)), note)
+
+
+def _ways_to_look_at(matrices: int, world: int) -> int:
+    return max(3, min(120, _MOST_LOOKED_AT // max(1, matrices * max(1, world // 64))))
 
 
 def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, list[Parts]]:
