@@ -294,6 +294,7 @@ class ReducedRuntime(OwnersRuntime):
         """Apply the updates first, because gradients take their memory."""
         self.synchronize()
         for bucket in self._buckets:
+            self.meter.wait("scatter", bucket.works)  # if a step failed
             bucket.buffer.release()
             for live in bucket.units:
                 live.where = []

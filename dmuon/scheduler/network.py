@@ -64,6 +64,7 @@ class Routes:
         self.node = np.array([plan.topology.node(rank) for rank in world])
         self._is_near = self.node[:, None] == self.node
         self._spreads: dict[Sets, sim.Floats] = {}
+        self._counts: dict[Sets, sim.Floats] = {}  # of ranks that each passes it on to
         self._held: dict[tuple[object, ...], sim.Floats] = {}
 
     def is_local(self, unit: Unit) -> bool:
@@ -125,15 +126,18 @@ class Routes:
         return self._held[key]
 
     def _spread(self, sets: Sets) -> sim.Floats:
-        """Who passes what it has on to whom, [2, world, world] of 0 and 1: in the first turn to the
-        ranks of its column, in the second to those of its node; see `Topology.columns_of`."""
+        """Who passes what it has on to whom, [2, 2, world, world] of 0 and 1: in the first turn to
+        the ranks of its column, in the second to those of its node (`Topology.columns_of`); of each
+        turn inside a node, and across."""
         if sets not in self._spreads:
-            found = self._spreads[sets] = np.zeros((2, self.shards.world, self.shards.world))
+            found = np.zeros((2, self.shards.world, self.shards.world))
             for ranks in sets:
                 columns = self.plan.topology.columns_of(ranks)
                 nodes = [*zip(*columns)] * (len(columns) > 1)
                 for turn, some in [*((0, of) for of in columns), *((1, of) for of in nodes)]:
                     found[turn][np.ix_(some, some)] = 1 - np.eye(len(some))
+            self._spreads[sets] = np.stack([found * self._is_near, found * ~self._is_near], 1)
+            self._counts[sets] = self._spreads[sets].sum(-1)
         return self._spreads[sets]
 
     def _exchanges(self, members: Sequence[int]) -> tuple[sim.Exchange, tuple[sim.Exchange, ...]]:
@@ -174,11 +178,15 @@ class Routes:
         ways = np.zeros((2, 2, 2, world))  # of each turn
         rings: list[list[sim.Exchange]] = [[_NOTHING], [_NOTHING]]
         for sets, own in sources.items():
-            for turn, passed in enumerate(self._spread(sets)):
-                for level, some in enumerate((passed * self._is_near, passed * ~self._is_near)):
-                    ways[turn, level] += own * some.sum(1), own @ some
-                own = own + own @ passed
-                sizes, near = 1 + passed.sum(1), 1 + (passed * self._is_near).sum(1)
+            for turn, levels in enumerate(self._spread(sets)):
+                counts = self._counts[sets][turn]
+                came = [
+                    own @ some if count.any() else 0 * own for some, count in zip(levels, counts)
+                ]
+                for level in range(2):
+                    ways[turn, level] += own * counts[level], came[level]
+                own = own + came[0] + came[1]
+                sizes, near = 1 + counts.sum(0), 1 + counts[0]
                 for count in {*zip(sizes, near)} if not self.machine.is_cpu else ():
                     most = float(own[(sizes == count[0]) & (near == count[1])].max())
                     group = sim.Group(*map(int, count))
@@ -314,9 +322,10 @@ _GAIN = 0.02  # of the optimizer's part of a step: by less nothing is changed
 # The same of computing more than once: where ranks shared two cores, 9% less in the simulation were
 # 9% more in truth.
 _COPIES_GAIN = 0.1
-_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # that are computed in each part
+# Of what is computed in each part; the first ones where there is time for few.
+_SHARES = (1.0, 0.5, 0.75, 0.25, 0.875, 0.625, 0.375, 0.125, 0.0)
 _SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # of buckets, in bytes
-_MOST_LOOKED_AT, _MOST_SIMULATED = 200_000, 3_000  # matrices, in all plans and of a model
+_MOST_LOOKED_AT, _MOST_SIMULATED = 150_000, 3_000  # matrices, in all plans and of a model
 
 
 def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Parts]:
@@ -373,9 +382,12 @@ class Search:
 
     def run(self, sizes: Sequence[int]) -> None:
         """First without copies, then with them, which must save `_COPIES_GAIN`."""
+        levels = range(max(map(len, self._parts.values()), default=0))
+        kept = (self._left + 1) // 2 if levels else 0
+        self._left -= kept
         self._climb(sizes, ())
-        alone = self.best, self.ms
-        if levels := range(max(map(len, self._parts.values()), default=0)):
+        alone, self._left = (self.best, self.ms), self._left + kept
+        if levels:
             self._climb(sizes, levels)
             if self.ms > (1 - _COPIES_GAIN) * alone[1]:
                 self.best, self.ms = alone
@@ -386,11 +398,11 @@ class Search:
         """Change one thing after the other, as long as the step becomes shorter."""
         while self._left > 0:
             before = self.ms
-            self._try(replace(self.best, by_shape=not self.best.by_shape) for _ in range(1))
-            self._try(replace(self.best, bucket_bytes=size) for size in sizes)
             for level in levels:
                 some = (self.redundant(level, share) for share in _SHARES)
                 self._try(replace(self.best, redundant=chosen) for chosen in some)
+            self._try(replace(self.best, by_shape=not self.best.by_shape) for _ in range(1))
+            self._try(replace(self.best, bucket_bytes=size) for size in sizes)
             if self.ms > 0.995 * before:
                 break
 

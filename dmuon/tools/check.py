@@ -114,7 +114,8 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
     # Each matrix computed once, on each node, on each rank; once, in each replica.
     on_nodes = [(1, 2), (nproc // 2, 2)] * (nproc > 2 and nproc % 2 == 0)
     ways = [(jobs[0], n, each) for n, each in ((nproc, 1), *on_nodes) if nproc > 1]
-    ways += [(job, n, 2) for job in jobs if job.case.name == "hsdp" for n in (1, 2)]
+    hsdp = [job for job in jobs if job.layout == "sharded" and job.case.name == "hsdp"]
+    ways += [(job, n, 2) for job in hsdp for n in (1, 2)]
     ways += [(job, 1, 2) for job in jobs[:4] if job.reduces and on_nodes]
     plain = [(job, n, each) for job, n, each in ways if not job.variant]
     jobs += [j._replace(dtypes=[full], redundancy=n, each=each) for j, n, each in plain]
