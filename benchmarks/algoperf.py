@@ -38,7 +38,6 @@ from torch.optim import AdamW
 from benchmarks import baselines
 from benchmarks.results import Row, command, read_rows, table, write
 from benchmarks.timing import Laps, first_laps, on_ranks, over_ranks, ratio, take_turns, timed_row
-from dmuon import devices
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import dtype_name
 
@@ -242,7 +241,7 @@ class Timed:
 
 
 def ask_time(workload: str, args: argparse.Namespace) -> Iterator[Row]:
-    dtype = devices.of("cpu").ns_dtype()
+    dtype = baselines.ns_dtype()
     field = {name: Timed(training_of(name, workload, dtype)) for name in CONTENDERS}
     turns = {name: timed.turn for name, timed in field.items()}
     times = take_turns(turns, args.rounds, warm_up=WARM_UP)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dmuon import devices
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.types import Triple
 
@@ -53,6 +54,14 @@ def zeropower(x: Tensor, dtype: torch.dtype, triples: Sequence[Triple] = QUINTIC
     y = x.to(dtype)
     norms = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     return standard_form(y / norms.clamp(min=1e-7), triples)
+
+
+def ns_dtype() -> torch.dtype:
+    """The dtype of Newton-Schulz on CPUs: float32 if any rank finds bfloat16 slow. Ranks time
+    products, and on a busy machine they may differ."""
+    size = torch.tensor(devices.of("cpu").ns_dtype().itemsize)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX)
+    return torch.bfloat16 if size == 2 else torch.float32
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ from benchmarks.demo import COLORS, GPT, GPTConfig, demo
 from benchmarks.nodes import LinkBytes, Nodes, emulated
 from benchmarks.results import Row, Rows, command, picture, read_rows, row_options, show, table
 from benchmarks.timing import Laps, Times, over_ranks, take_turns, timed_row
-from dmuon import devices
 
 MODEL = GPTConfig(width=512, heads=8, hidden=1408, depth=6)
 MUON: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
@@ -223,7 +222,7 @@ def in_the_long_run(name: str, values: Mapping[str, Sequence[float]]) -> float:
 def work(rank: int, nodes: Nodes, case: Case, cores: int) -> list[Row]:
     """All contenders of a case, on each rank."""
     warnings.filterwarnings("ignore", "dmuon: the default process group waits")
-    dtype = devices.of("cpu").ns_dtype()
+    dtype = baselines.ns_dtype()
     shape = (case.nodes, case.each) if case.around == "HSDP" else (case.world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     field = {name: trained(case, name, mesh, dtype) for name in case.contenders}

@@ -40,7 +40,6 @@ from benchmarks.models import FIXED, Stack, Training, shard
 from benchmarks.nodes import LinkBytes, Nodes, emulated
 from benchmarks.results import Row, command, document, read_rows, table, write_json
 from benchmarks.timing import Laps, over_ranks, ratio, take_turns
-from dmuon import devices
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import canonical_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
@@ -342,7 +341,7 @@ def hsdp_links(name: str, matrices: Matrices, nodes: int) -> tuple[float, float]
 
 
 def ask_hsdp(case: Case, cluster: Nodes) -> list[Row]:
-    dtype = devices.of("cpu").ns_dtype()
+    dtype = baselines.ns_dtype()
     field = hsdp_field(case, dtype)
     matrices = bytes_of(dtype)
     rows = []
@@ -400,20 +399,23 @@ DDP_KINDS = (
 )
 
 
-def ddp_links(name: str, matrices: Matrices, nodes: int) -> tuple[float, float]:
-    """As `hsdp_links`: dmuon publishes updates, the most that it may choose to, others weights, to
-    every other node."""
-    step = 0.0
+def ddp_links(name: str, matrices: Matrices, nodes: int, each: int) -> tuple[float, float]:
+    """As `hsdp_links`, of ``each`` ranks a node: dmuon publishes updates, the most that it may
+    choose to, once to every other node, others weights. A ring goes through all ranks and crosses
+    to the next node once, as gloo's all-reduce does. Each rank sends its own gradients to owners.
+    Of trees, by which round robin broadcasts and reduces, this is what crosses at least."""
+    ranks, is_tree, step = nodes * each, name.startswith("round robin"), 0.0
     if name.startswith("dmuon"):
         step = one_root(matrices.updates, nodes)
     elif not name.startswith(("AdamW", "redundant")):
-        step = one_root(matrices.kept, nodes)
-    once = one_root(matrices.gradients, nodes)
-    return step, step + (once if "reduced" in name else 2 * once)
+        step = one_root(matrices.kept, nodes if is_tree else ranks)
+    if "reduced" not in name:
+        return step, step + all_reduce(matrices.gradients, ranks)
+    return step, step + one_root(matrices.gradients, nodes) * (1 if is_tree else each)
 
 
 def ask_ddp(case: Case, cluster: Nodes) -> list[Row]:
-    dtype = devices.of("cpu").ns_dtype()
+    dtype = baselines.ns_dtype()
     field = {name: steps.contender("replicated", name, LAYERS, WIDTH, dtype) for name in DDP_KINDS}
     matrices = bytes_of(dtype)
     turns = {name: training.turn for name, training in field.items()}
@@ -426,7 +428,8 @@ def ask_ddp(case: Case, cluster: Nodes) -> list[Row]:
             row[key] = statistics.median(one[lap] for one in laps)
         row["ratio_to_adamw"] = ratio(ms, base["AdamW, DDP"])
         row["ratio"] = ratio(ms, base["dmuon, DDP"]) if "dmuon, DDP" in base else None
-        rows.append(row | counted(cluster, training, ddp_links(name, matrices, case.nodes)))
+        theory = ddp_links(name, matrices, case.nodes, case.each)
+        rows.append(row | counted(cluster, training, theory))
     for training in field.values():
         training.close()
     return rows

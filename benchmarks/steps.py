@@ -40,7 +40,6 @@ from benchmarks import baselines
 from benchmarks.models import FIXED, Alike, Stack, Training, shard
 from benchmarks.results import Row, command, show, write
 from benchmarks.timing import Laps, first_laps, on_ranks, over_ranks, ratio, take_turns, timed_row
-from dmuon import devices
 from dmuon.scheduler.specs import dtype_name
 
 WARM_UP = 2
@@ -264,7 +263,7 @@ _SHOWN = ("ratio_to_floor", "ratio_to_adamw", "ratio_to_round_robin", "ratio", "
 
 def work(rank: int, args: argparse.Namespace, question: str) -> list[Row]:
     is_auto = args.ns_dtype == "auto"
-    dtype = devices.of("cpu").ns_dtype() if is_auto else getattr(torch, args.ns_dtype)
+    dtype = baselines.ns_dtype() if is_auto else getattr(torch, args.ns_dtype)
     rows = QUESTIONS[question](args, dtype)
     return [{"question": question, "ns_dtype": dtype_name(dtype)} | row for row in rows]
 

@@ -264,11 +264,10 @@ class ReplicatedOptions(_Checked):
     """How the `replicated` layout works.
 
     ``publish_bucket_bytes``: updates of about so many bytes per owner travel in one collective
-    (None: as planned).
-    ``broadcast_parameters``: `dedicate_params` starts a plain module from the weights and buffers
-    of the mesh's first rank. ``timeout_s``: after how many seconds a collective of dmuon's own
-    process group gives up (None: as in the default group, and torch's default for new groups while
-    owners are planned).
+    (None: as planned). ``broadcast_parameters``: `dedicate_params` starts a plain module from the
+    weights and buffers of the mesh's first rank. ``timeout_s``: after how many seconds a collective
+    of dmuon's own process group gives up (None: as in the default group, and torch's default for
+    new groups while owners are planned).
 
     ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner alone,
     which alone has the momentum. It takes less traffic and memory, and more care

@@ -674,7 +674,7 @@ def on_links(
     rank sends inside its node, and to others while all do. A collective call."""
     each, folder = transport.gather_objects(socket.gethostname()), options.cache_dir
     hosts = ", ".join(f"{n} on {host}" for host, n in sorted(Counter(each).items()))
-    name = f"{table.source}: {hosts}; nodes {topology.nodes}"
+    name = f"{table.source}: {hosts}; nodes of {[*map(len, topology.slots())]}"
     key, row = costs.CacheKey(name, torch.__version__, "links", "", 0, False), table.device
     assert row is not None, "what was measured has a row"
     folder = costs.cache_directory() if folder is None else folder
@@ -733,8 +733,7 @@ class _Links:
             for splits in (sent, came)
         )
         work = partial(self._transport.all_to_all, output, source, came, sent, tag="measuring")
-        runs = _MIN_TIMES * (1 + 2 * (nbytes <= _FEW_BYTES))
-        return self.seconds(lambda: work().wait(), runs)
+        return self.seconds(lambda: work().wait(), _MIN_TIMES * (1 + 2 * (nbytes <= _FEW_BYTES)))
 
     def are_as(self, known: CostTable) -> bool:
         """Whether one exchange takes about what was measured before: a network may have changed."""
@@ -748,16 +747,18 @@ class _Links:
 
     def rate(self, step: int) -> tuple[float, float, float]:
         """Seconds of a few bytes, of each more, and of a core for each."""
-        few, nbytes = self.exchange(step, _FEW_BYTES), _FEW_BYTES << 6
+        few = taken = self.exchange(step, _FEW_BYTES)
+        nbytes, less = _FEW_BYTES << 6, _FEW_BYTES
         while True:
-            began = time.process_time()
+            before, began = taken, time.process_time()
             taken = self.exchange(step, nbytes)
             spent = time.process_time() - began
-            if taken > _ENOUGH_S or nbytes >= _MOST_BYTES:
+            if taken > max(_ENOUGH_S, 2 * few) or nbytes >= _MOST_BYTES:
                 break
-            nbytes *= 4
+            nbytes, less = 4 * nbytes, nbytes
         cores = statistics.fmean(self._transport.gather_objects(spent)) / (_MIN_TIMES * nbytes)
-        return few, max(1e-13, (taken - few) / (nbytes - _FEW_BYTES)), cores
+        # Of the last bytes alone, because a shaped link lets a burst pass, but not all of them.
+        return few, max(taken / nbytes / 2, (taken - before) / (nbytes - less)), cores
 
     def measure(self) -> tuple[float, ...]:
         """Of the slowest rank: bytes per second inside a node and across nodes (0: there is no
@@ -773,16 +774,11 @@ class _Links:
             across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # beside what cores do
         if not is_cpu:
             return inside, across
-        source, some = torch.ones(_PASSED), torch.ones(8)
-        target, calls = torch.empty_like(source), 1000
-
-        def call() -> None:
-            for _ in range(calls):
-                some.add_(1.0)
-
+        source, target, some, calls = *torch.ones(2, _PASSED), torch.ones(8), 1000
         times = self.seconds(lambda: target.copy_(source)), self.seconds(source.clone)
         passes = (2 * source.nbytes / each for each in times)
-        return inside, across, *passes, self.seconds(call) / calls, turn_s, sent_s
+        call_s = self.seconds(lambda: [some.add_(1.0) for _ in range(calls)]) / calls
+        return inside, across, *passes, call_s, turn_s, sent_s
 
 
 def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:

@@ -6,6 +6,7 @@ Tests patch these to plant faults, to watch what is sent, or to be told what pla
 from dmuon.__main__ import _parser as parser_of
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.params_runtime import ParamsRuntime
+from dmuon.comm.pipeline import Turns
 from dmuon.comm.process_groups import solve_on_first
 from dmuon.comm.transport import C10dTransport, Meter, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
@@ -36,6 +37,7 @@ __all__ = [
     "Request",
     "SideStream",
     "Transport",
+    "Turns",
     "Work",
     "assemble",
     "host_can_read",

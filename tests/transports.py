@@ -50,9 +50,9 @@ class RecordingTransport:
         self.events.append(Event("broadcast", tag, tensor.nbytes, src))
         return self.wrapped(self.inner.broadcast(tensor, src, tag=tag), tag)
 
-    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str, by: Any = "messages") -> Work:
         self.events.append(exchanged("all_gather", parts, tag))
-        return self.wrapped(self.inner.all_gather(parts, tag=tag), tag)
+        return self.wrapped(self.inner.all_gather(parts, tag=tag, by=by), tag)
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
         self.events.append(exchanged("reduce_scatter", parts, tag))

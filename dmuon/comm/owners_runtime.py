@@ -31,7 +31,7 @@ from dmuon.comm import reducer as reduction
 from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, rooms
 from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
-from dmuon.comm.pipeline import Turns
+from dmuon.comm.pipeline import Turns, all_gathers
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import turns_of
 from dmuon.comm.transport import Transport, Work
@@ -214,6 +214,7 @@ class ReducedRuntime(OwnersRuntime):
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._peers = {tuple(range(transport.world)): transport} | peers
+        self._gathers = all_gathers(self._peers, plan.topology, plan.rings)
         self._buckets: list[_Bucket] = []
         self._pending: dict[int, Apply] = {}  # buckets that were not applied yet
         self._publishing = record_function("dmuon::publish")
@@ -375,12 +376,12 @@ class ReducedRuntime(OwnersRuntime):
         have more turns; the others are pending."""
         left = []
         for b in leaving:
-            bucket = self._buckets[b]
+            bucket, rank = self._buckets[b], self.transport.rank
             with self._publishing:
                 if bucket.turns.sent:
                     self.meter.wait("scatter", bucket.works)
                 if bucket.turns.sent < len(bucket.turns):
-                    bucket.works += bucket.turns.send(self.transport.rank, self._peers, self.meter)
+                    bucket.works += bucket.turns.send(rank, self._gathers, self.meter)
             if bucket.turns.sent < len(bucket.turns):
                 left.append(b)
             else:  # not before, or a step that fails would leave memory that nobody has written

@@ -34,13 +34,14 @@ from dmuon.comm.routes import (
     turns_of,
     units_for,
 )
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Gathering, Meter, Transport, Work
 from dmuon.scheduler.plan import Sizes, buckets_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.topology import Topology
 
 _INBOUND = 2  # of the buffers of a bucket
 Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
+Gathers = Mapping[Ranks, Callable[..., Work]]  # `Transport.all_gather` of sets of ranks
 _listed: Copier = partial(partial, torch._foreach_copy_)
 
 
@@ -74,6 +75,14 @@ def _aligned(numel: int) -> int:
     return -(-numel // 32) * 32
 
 
+def all_gathers(peers: Mapping[Ranks, Transport], topology: Topology, rings: bool) -> Gathers:
+    """Of each set of ranks: by broadcasts on one node, where copies take longer than messages that
+    are passed on; with ``rings`` by a ring, if they lie on more than two."""
+    ways: list[Gathering] = ["broadcasts", "messages", "ring" if rings else "messages"]
+    nodes = {ranks: len({*map(topology.node, ranks)}) for ranks in peers}
+    return {r: partial(one.all_gather, by=ways[min(nodes[r], 3) - 1]) for r, one in peers.items()}
+
+
 class Turns:
     """All-gathers by which shares of flat buffers come to all ranks that need them, one after the
     other (`turns_of`): ``found`` are (buffer, its turns). ``is_published``: all ranks get it, else
@@ -96,14 +105,13 @@ class Turns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def send(self, rank: int, peers: Mapping[Ranks, Transport], meter: Meter) -> list[Work]:
-        """Launch the next turn. What it passes on must have arrived. ``peers`` has a transport over
-        each set of ranks."""
+    def send(self, rank: int, gathers: Gathers, meter: Meter) -> list[Work]:
+        """Launch the next turn. What it passes on must have arrived."""
         tag, works = "updates" if self._is_published else "replicate", []
         for ranks, parts in self._turns[self.sent]:
             own = parts[ranks.index(rank)].nbytes * (len(ranks) - 1)
             meter[tag] += sum(part.nbytes for part in parts) if self._is_published else own
-            works.append(peers[ranks].all_gather(parts, tag=tag))
+            works.append(gathers[ranks](parts, tag=tag))
         self.sent += 1
         return works
 
@@ -215,7 +223,8 @@ class Pipeline:
         units = units_for(units, shards, topology, transport.rank)
         routes = [bucket_route(shards, topology, units, cut, transport.rank) for cut in cuts]
         self._transport = transport
-        self._replicas = {tuple(range(transport.world)): transport, **(replicas or {})}
+        peers = {tuple(range(transport.world)): transport, **(replicas or {})}
+        self._gathers = all_gathers(peers, topology, sizes.rings)
         self._meter = meter
         self._ahead = sizes.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
@@ -342,7 +351,7 @@ class Pipeline:
                     self._meter.wait("scatter", bucket.works)
                 if not bucket.turns.sent:
                     bucket.copies.run(self.copier)
-                bucket.works += bucket.turns.send(self._transport.rank, self._replicas, self._meter)
+                bucket.works += bucket.turns.send(self._transport.rank, self._gathers, self._meter)
             if not to_the_end:
                 return
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +33,7 @@ class Work:
 
 
 Finish = Callable[[], object]
+Gathering = Literal["messages", "ring", "broadcasts"]
 
 
 def wait_all(works: list[Work]) -> None:
@@ -60,9 +62,11 @@ class Transport:
         """Copy ``tensor`` from ``src`` to every rank."""
         return Work()
 
-    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str, by: Gathering = "messages") -> Work:
         """Copy ``parts[r]`` from rank r to every rank: `broadcast` from all of them at once. They
-        are 1-D, of one dtype, and of any sizes; one at least is not empty."""
+        are 1-D, of one dtype, and of any sizes; one at least is not empty. ``by``: on gloo, where
+        no part is much larger than the others, each rank sends its own to all, or passes on what
+        came ("ring"); broadcasts pass it on along trees, and copy nothing beside it."""
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
@@ -166,7 +170,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def _is_shared_out(parts: Sequence[Tensor], most: float = math.inf) -> bool:
+def _is_even(parts: Sequence[Tensor], most: float = math.inf) -> bool:
     """Whether all parts are at most ``most`` bytes, and no rank's messages would take long."""
     sizes = [part.nbytes for part in parts]
     total, largest = sum(sizes), max(sizes)
@@ -298,21 +302,28 @@ class C10dTransport(Transport):
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         return self._issue(tag, partial(dist.broadcast, tensor, group_src=src))
 
-    def all_gather(self, parts: Sequence[Tensor], *, tag: str) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], *, tag: str, by: Gathering = "messages") -> Work:
         mine, ranks = parts[self.rank], [r for r, part in enumerate(parts) if part.numel()]
         backend = backend_of(mine.device, self.group)
         if len(ranks) > 1 and backend in _GROUPING:
             listed, last = _unequal(parts)
             calls = [partial(dist.broadcast, part, group_src=0) for part in last]
             calls.append(partial(dist.all_gather, listed, listed[self.rank]))
-        elif backend == "gloo" and mine.device.type == "cpu" and _is_shared_out(parts):
-            # Faster than its broadcasts, which pass everything on along trees.
-            others = [part for r, part in enumerate(parts) if r != self.rank]
-            sizes = [part.numel() * (r != self.rank) for r, part in enumerate(parts)]
-            splits = sizes, [mine.numel() * (r != self.rank) for r in range(self.world)]
-            came, sent = mine.new_empty(sum(sizes)), mine.repeat(self.world - 1)
-            exchange = partial(dist.all_to_all_single, came, sent, *splits)
-            finish = partial(torch._foreach_copy_, others, came.split([p.numel() for p in others]))
+        elif by != "broadcasts" and (backend, mine.is_cpu) == ("gloo", True) and _is_even(parts):
+            others = [r for r in range(self.world) if r != self.rank]
+            numels = [part.numel() for part in parts]
+            if by == "ring":
+                came = mine.new_empty((self.world, max(numels)))
+                sent = F.pad(mine, (0, max(numels) - mine.numel()))
+                exchange = partial(dist.all_gather, [*came], sent)
+                found = [came[r, : numels[r]] for r in others]
+            else:
+                coming, going = numels.copy(), [mine.numel()] * self.world
+                coming[self.rank] = going[self.rank] = 0
+                came, sent = mine.new_empty(sum(coming)), mine.repeat(self.world - 1)
+                exchange = partial(dist.all_to_all_single, came, sent, coming, going)
+                found = [*came.split([numels[r] for r in others])]
+            finish = partial(torch._foreach_copy_, [parts[r] for r in others], found)
             return self._issue(tag, exchange, finish=finish)
         else:
             calls = [partial(dist.broadcast, parts[r], group_src=r) for r in ranks]
@@ -325,7 +336,7 @@ class C10dTransport(Transport):
             listed, last = _unequal(parts)
             calls = [partial(dist.reduce, part, group_dst=0) for part in last]
             calls.append(partial(dist.reduce_scatter, listed[self.rank], listed))
-        elif backend == "gloo" and _is_shared_out(parts, _SMALL):
+        elif backend == "gloo" and _is_even(parts, _SMALL):
             # Several times as fast as its reductions: who gets a sum adds up what the others send.
             sent = [part.numel() * (r != self.rank) for r, part in enumerate(parts)]
             came = mine.new_empty((self.world - 1, mine.numel()))

@@ -251,7 +251,8 @@ class LoadBalanceReport:
             "alternatives_ms": alternatives,
             "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
-            "step": plan.step and asdict(plan.step) | {"bucket_bytes": plan.bucket_bytes},
+            "step": plan.step
+            and asdict(plan.step) | {"bucket_bytes": plan.bucket_bytes, "rings": plan.rings},
             "memory": memory | {"cap": cap, "fullest_rank": dict(self.memory)},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
             "shapes": [asdict(shape) for shape in self.shapes],
@@ -399,15 +400,17 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     clock = ", depends on the clock" if plan.search.hit_time_limit else ""
     solver, status = _named(plan.solver), _named(plan.status)
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
+    once = ", for each matrix once" if any(batch.copies for batch in plan.batches) else ""
+    gap = f", gap {percent(report.gap)}"
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
         f"imbalance {percent(report.imbalance)}",
-        "lower bound": f"{text(report.lower_bound_ms)} ms{proven}, gap {percent(report.gap)}",
+        "lower bound": f"{text(report.lower_bound_ms)} ms{proven}{once or gap}",
         "solver": f"{solver}{engine}: {status}{clock}, {plan.search.seconds:.2f} s",
         "certificate": verdict,
         "compared": ", ".join(
             f"{_named(name)} {text(ms)} ms ({percent(_excess(ms, report.makespan_ms), '+.1%')})"
-            for name, ms in plan.search.alternatives
+            for name, ms in ([] if once else plan.search.alternatives)
         ),
         "kernels": _kernels_text(plan),
         "network": _network_text(report),
@@ -440,6 +443,7 @@ def _network_text(report: LoadBalanceReport) -> str:
         told = f"matrices computed once or by several parts of the mesh: {', '.join(parts)}"
     size = render.bytes_text(plan.bucket_bytes or 0)
     told += f", buckets of {size}" * (plan.bucket_bytes is not None)
+    told += ", in rings between nodes" * plan.rings
     binds = "the links bind" if step.link_ms > step.work_ms else "computing binds"
     work = f"{text(step.work_ms)} ms of work, {text(step.link_ms)} ms on links: {binds}"
     others = ("each matrix once", step.once_ms), ("all in each part of the mesh", step.copied_ms)

@@ -217,7 +217,7 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
     pattern = r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))"
     if (match := re.fullmatch(pattern, text.strip())) is None or not float(match[1]):
         raise PlanError(
-            f"{text!r} is no network card: give its rate in bits, as 400Gb/gpu or 400Gb/node"
+            f"links or nic {text!r} is no network card: give its bits, as 400Gb/gpu or 400Gb/node"
         )
     bits = float(match[1]) * (1e9 if match[2] in "Gg" else 1e12)
     return bits / 8 * NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
@@ -333,11 +333,10 @@ class CostTable:
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
 
     def on_network(self, nic: str, ranks_per_node: int) -> CostTable:
-        """The same prices where nodes have this network card (`nic_bandwidth`); PlanError if it is
-        none."""
-        network = nic_bandwidth(nic, ranks_per_node)
+        """The same prices with this network card (`nic_bandwidth`); PlanError if it is none."""
+        network, told = nic_bandwidth(nic, ranks_per_node), self.source.partition(", nic ")[0]
         device = self.device and replace(self.device, network=network)
-        return replace(self, source=f"{self.source}, nic {nic}", device=device)
+        return replace(self, source=f"{told}, nic {nic}", device=device)
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
         """Milliseconds of one update of ``batch`` matrices; PlanError if it has no price."""
@@ -533,12 +532,10 @@ _FIELDS = {
 
 
 def _data_of(table: CostTable) -> dict[str, Any]:
-    def as_text(by_batch: Mapping[int, Any]) -> dict[str, Any]:
-        return {str(batch): value for batch, value in by_batch.items()}
-
     def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
         names = "rows", "cols", "dtype", name
-        return [dict(zip(names, (*key, as_text(by)))) for key, by in sorted(of.items())]
+        values = {key: {str(batch): v for batch, v in by.items()} for key, by in of.items()}
+        return [dict(zip(names, (*key, by))) for key, by in sorted(values.items())]
 
     made: dict[str, Any] = {} if table.rates is None else {"rates": asdict(table.rates)}
     entries = rows(table.entries, "ms")

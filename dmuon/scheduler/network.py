@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 _MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
+_CROWDED = 0.85  # of a link, what gloo's messages to several nodes at once reach: network.md
 _NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
 Sets = tuple[tuple[int, ...], ...]  # of ranks that share updates
 
@@ -55,13 +56,11 @@ class Routes:
         self, plan: OwnershipPlan, shards: ShardMap, sizes: Sizes, item: int, machine: sim.Machine
     ) -> None:
         self.plan, self.shards, self.item, self.machine = plan, shards, item, machine
-        self.sizes = sizes
-        self.units = units_of(plan, [0] * len(plan.specs.matrices))
+        self.sizes, self.units = sizes, units_of(plan, [0] * len(plan.specs.matrices))
         self.owners = [unit.copies or (unit.owner,) for unit in self.units]
         travel = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         self.cuts, self.slots = buckets_of(self.units, travel, sizes, item)
-        world = range(shards.world)
-        self.node = np.array([plan.topology.node(rank) for rank in world])
+        self.node = np.array([plan.topology.node(rank) for rank in range(shards.world)])
         self._is_near = self.node[:, None] == self.node
         self._spreads: dict[Sets, sim.Floats] = {}
         self._counts: dict[Sets, sim.Floats] = {}  # of ranks that each passes it on to
@@ -94,13 +93,19 @@ class Routes:
         return np.sort(first)
 
     def of_classes(self, values: sim.Floats) -> sim.Floats:
-        found: sim.Floats = values[self.classes]
-        return found
+        return np.asarray(values[self.classes])
 
     def buckets(self) -> list[sim.Bucket]:
-        return [self._bucket(members) for members in self.cuts]
+        return [self._bucket(members, *self._exchanges(members)) for members in self.cuts]
 
-    def _bucket(self, members: Sequence[int]) -> sim.Bucket:
+    def published(self) -> list[sim.Bucket]:
+        """What owners compute in `dedicated`, where nothing is sent in a step."""
+        cuts, _ = buckets_of(self.units, range(len(self.units)), self.sizes, self.item)
+        return [self._bucket(members, _NOTHING, ()) for members in cuts]
+
+    def _bucket(
+        self, members: Sequence[int], gather: sim.Exchange, turns: tuple[sim.Exchange, ...]
+    ) -> sim.Bucket:
         held = np.zeros(self.shards.world)
         for u in members:
             held += sum(self._elements(i) for i in self.units[u].matrices)
@@ -108,7 +113,6 @@ class Routes:
             "ms": self.each(members, lambda u: u.ms), "units": self.each(members, lambda _: 1),
             "owned": self.each(members, lambda u: u.numel), "held": held,
         }  # fmt: skip
-        gather, turns = self._exchanges(members)
         return sim.Bucket(gather, turns, **{k: self.of_classes(v) for k, v in by_rank.items()})
 
     def _place(self, matrix: int) -> tuple[Any, ...]:
@@ -142,7 +146,7 @@ class Routes:
 
     def _exchanges(self, members: Sequence[int]) -> tuple[sim.Exchange, tuple[sim.Exchange, ...]]:
         """The gather of a bucket, and one after the other what brings the updates. What
-        `Transport.all_gather` sends goes by messages on gloo, and in rings elsewhere."""
+        `Transport.all_gather` sends goes in rings on NCCL, and where the plan says so on gloo."""
         world, shards, topology = self.shards.world, self.shards, self.plan.topology
         every = np.arange(world)
         alike: dict[tuple[Any, ...], tuple[int, int, int]] = {}
@@ -175,47 +179,33 @@ class Routes:
     def _turns(self, sources: Mapping[Sets, sim.Floats], is_published: bool) -> list[sim.Exchange]:
         """The all-gathers of what lies with the ranks in ``sources``, bytes [world] of each."""
         purpose, world = "updates" if is_published else "replicate", self.shards.world
-        ways = np.zeros((2, 2, 2, world))  # of each turn
-        rings: list[list[sim.Exchange]] = [[_NOTHING], [_NOTHING]]
+        is_cpu = self.machine.is_cpu
+        ways, rings = np.zeros((2, 2, 2, world)), np.zeros((2, 2))  # of each turn: (turns, hops)
         for sets, own in sources.items():
             for turn, levels in enumerate(self._spread(sets)):
                 counts = self._counts[sets][turn]
-                came = [
-                    own @ some if count.any() else 0 * own for some, count in zip(levels, counts)
-                ]
-                for level in range(2):
-                    ways[turn, level] += own * counts[level], came[level]
+                came = [own @ of if n.any() else 0 * own for of, n in zip(levels, counts)]
+                far = counts[1].max()
+                is_ring = (self.sizes.rings and far > 1) or not is_cpu
+                part = own.max() if is_ring else own  # gloo makes the parts in a ring equal
+                for level, there in enumerate(came):
+                    ways[turn, level] += part * counts[level] if is_cpu else there, there
                 own = own + came[0] + came[1]
-                sizes, near = 1 + counts.sum(0), 1 + counts[0]
-                for count in {*zip(sizes, near)} if not self.machine.is_cpu else ():
-                    most = float(own[(sizes == count[0]) & (near == count[1])].max())
-                    group = sim.Group(*map(int, count))
-                    if group.ranks > 1 and most:
-                        ring = sim.collective(purpose, "all_gather", most, group, is_gloo=False)
-                        rings[turn].append(ring)
-        if self.machine.is_cpu:
-            found = [self._direct(purpose, of) for of in ways]
-        else:
-            found = [max(of, key=self.machine.ms) for of in rings]
-        return [each for each in found if each]
+                if is_ring:
+                    rings[turn] = np.maximum(rings[turn], (counts.sum(0).max(), far))
+        return [e for of in zip(ways, *rings.T) if (e := self._direct(purpose, *of))]
 
-    def _direct(self, purpose: str, ways: sim.Floats) -> sim.Exchange:
-        """An all-to-all: bytes (inside, across nodes) x (sent, came) of each rank."""
+    def _direct(self, purpose: str, ways: Any, turns: float = 0, hops: float = 0) -> sim.Exchange:
+        """An all-to-all: bytes (inside, across nodes) x (sent, came) of each rank; or rings of so
+        many turns, of which so many go to other nodes."""
         across = float(ways[1].max())
         if self.machine.is_shared:  # a node has one network card
             most = max(float(np.bincount(self.node, way).max()) for way in ways[1])
             across = most / float(np.bincount(self.node).max())
         handed = float(ways[:, 0].sum(0).mean())
-        return sim.Exchange(purpose, 1, across > 0, float(ways[0].max()), across, handed)
-
-    def published(self) -> list[sim.Bucket]:
-        """What owners compute in `dedicated`, where nothing is sent in a step."""
-        found = []
-        for members in buckets_of(self.units, range(len(self.units)), self.sizes, self.item)[0]:
-            values = (lambda u: u.ms, lambda _: 1, lambda u: u.numel, lambda _: 0)
-            each = (self.of_classes(self.each(members, value)) for value in values)
-            found.append(sim.Bucket(_NOTHING, (), *each))
-        return found
+        is_crowded = self.machine.is_cpu and not turns and int(self.node.max()) > 1
+        levels = float(ways[0].max()), across, handed, _CROWDED if is_crowded else 1.0
+        return sim.Exchange(purpose, turns or 1, hops or across > 0, *levels)
 
 
 def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tuple[float, int]:
@@ -307,25 +297,22 @@ def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone:
     alone = routes.of_classes(routes.each(routes.local, lambda unit: unit.ms))
     shapes = Counter(matrix.key for matrix in specs.matrices)
     every = sum(n * costs.batch_ms(key, 1) for key, n in shapes.items())
-    whole = float(sum(m.numel for m in specs.matrices))
     block_ms, batches = np.array(blocks, float).T
     item = max((ITEM_SIZE.get(specs.parameters[i].dtype, 4) for i in muon), default=4)
     return sim.Work(
-        held(muon), held(adam), whole, alone, (block_ms, batches),
-        (every, len(specs.matrices)), item, ns_item,
+        held(muon), held(adam), float(sum(m.numel for m in specs.matrices)), alone,
+        (block_ms, batches), (every, len(specs.matrices)), item, ns_item,
     )  # fmt: skip
 
 
 # ---- the plan whose step ends first ---------------------------------------------------------
 
 _GAIN = 0.02  # of the optimizer's part of a step: by less nothing is changed
-# The same of computing more than once: where ranks shared two cores, 9% less in the simulation were
-# 9% more in truth.
-_COPIES_GAIN = 0.1
+_COPIES_GAIN = 0.2  # by less nothing is computed more than once: a simulation errs as much
 # Of what is computed in each part; the first ones where there is time for few.
 _SHARES = (1.0, 0.5, 0.75, 0.25, 0.875, 0.625, 0.375, 0.125, 0.0)
 _SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # of buckets, in bytes
-_MOST_LOOKED_AT, _MOST_SIMULATED = 150_000, 3_000  # matrices, in all plans and of a model
+_MOST_LOOKED_AT, _MOST_SIMULATED = 100_000, 3_000  # matrices, in all plans and of a model
 
 
 def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Parts]:
@@ -339,17 +326,12 @@ def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Part
     inside = all(len({*map(topology.node, ranks)}) == 1 for ranks in replicas)
     by_node = tuple(tuple(rank for ranks in some for rank in ranks) for some in nodes)
     found = [by_node] * inside + [tuple(map(tuple, replicas))]
-    return [
-        parts
-        for parts in dict.fromkeys(found)
-        if len(parts) > 1 and len({len(ranks) for ranks in parts}) == 1
-    ]
+    return [of for of in dict.fromkeys(found) if len(of) > 1 and len({*map(len, of)}) == 1]
 
 
 class Search:
-    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it;
-    ``parts`` are those that each matrix may have, if more than ``start`` gives; at most so many
-    ways are looked at."""
+    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it,
+    at a price ``of_each``; ``parts`` are those that each matrix may have, beside ``start``'s."""
 
     def __init__(
         self,
@@ -357,9 +339,11 @@ class Search:
         make: Callable[[Way], OwnershipPlan],
         ms_of: Callable[[OwnershipPlan], float],
         parts: Mapping[int, Sequence[Parts]],
-        most: int,
+        of_each: int,
+        rings: Sequence[bool],
     ) -> None:
-        self._make, self._ms_of, self._parts, self._left = make, ms_of, parts, most
+        self._make, self._ms_of, self._parts, self._rings = make, ms_of, parts, rings
+        self._left = max(3, min(120, _MOST_LOOKED_AT // of_each))
         self.best, self._start, plan = start, start, make(start)
         self.ms = self.first_ms = ms_of(plan)
         prices = {row.key: row.ms[0] for row in plan.prices}
@@ -398,11 +382,13 @@ class Search:
         """Change one thing after the other, as long as the step becomes shorter."""
         while self._left > 0:
             before = self.ms
-            for level in levels:
-                some = (self.redundant(level, share) for share in _SHARES)
-                self._try(replace(self.best, redundant=chosen) for chosen in some)
-            self._try(replace(self.best, by_shape=not self.best.by_shape) for _ in range(1))
+            for level in levels:  # in the buckets, and so in the batches, of the start too
+                sized = dict.fromkeys((self.best.bucket_bytes, self._start.bucket_bytes))
+                some = product(sized, (self.redundant(level, share) for share in _SHARES))
+                self._try(replace(self.best, bucket_bytes=n, redundant=of) for n, of in some)
+            self._try(replace(self.best, by_shape=to) for to in (False, True))
             self._try(replace(self.best, bucket_bytes=size) for size in sizes)
+            self._try(replace(self.best, rings=to) for to in self._rings)
             if self.ms > 0.995 * before:
                 break
 
@@ -450,41 +436,45 @@ def planned(
     if shards is None or layout is Layout.DEDICATED or topology.world == 1:
         return make(Way())
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
-    machine: sim.Machine | None = None
-    with suppress(PlanError):  # nothing is known of links
-        machine = sim.Machine.of(costs, topology)
+    machine, unknown = _machine(costs, topology, options.links)
     is_large = len(specs.matrices) > _MOST_SIMULATED  # of which one plan takes seconds
     if machine is None or (is_large and not (parts and redundancy == "auto")):
-        return _noted(make(start), note)
+        return _noted(make(start), note, unknown)
     job = partial(job_of, shards=shards, costs=costs, machine=machine, options=asked)
 
     def ms_of(plan: OwnershipPlan) -> float:
         return sim.optimizer_ms(job(plan))
 
     is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
-    most = _ways_to_look_at(len(specs.matrices), topology.world)
-    quick = "round_robin" if solver == "round_robin" else "greedy"
-    sizes = _SIZES if is_free else ()
-    free = parts if redundancy == "auto" else {}
-    search = Search(start, partial(make, by=quick), ms_of, free, most)
+    of_each = max(1, len(specs.matrices)) * max(1, topology.world // 64)
+    quick, some = ("round_robin", {}) if solver == "round_robin" else ("greedy", parts)
+    sizes, free = _SIZES if is_free else (), some if redundancy == "auto" else {}
+    rings = (False, True)[: 1 + (machine.is_cpu and topology.nodes > 2)]
+    search = Search(start, partial(make, by=quick), ms_of, free, of_each, rings)
     search.run(() if is_large else sizes)
     best, plan = search.best, make(search.best)
     if solver == "auto" and not is_large:  # whichever solver is the best by makespan
         with suppress(PlanError):  # of a memory cap that it does not fit
             in_turn = partial(make, by="round_robin")
-            other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, most)
+            other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, of_each, rings)
             other.run(sizes)
             others = make(best, quick), in_turn(other.best), in_turn(best)
             plan = _bounded(min(plan, *others, key=ms_of), plan)
-    whole = Way({i: of[-1] for i, of in parts.items()}, best.bucket_bytes)
+    whole = replace(best, redundant={i: of[-1] for i, of in parts.items()}, by_shape=False)
     once_ms = search.first_ms if redundancy in (1, "auto") else ms_of(make(Way()))
-    ends = once_ms, ms_of(make(whole)) if parts else None
+    copied_ms = None
+    with suppress(PlanError):  # of a memory cap that so many copies do not fit
+        copied_ms = ms_of(make(whole)) if parts else None
     least = plan.work_ms, sim.link_ms(job(plan))
-    return _noted(replace(plan, step=StepTimes(ms_of(plan), *ends, *least)), note)
+    return _noted(replace(plan, step=StepTimes(ms_of(plan), once_ms, copied_ms, *least)), note)
 
 
-def _ways_to_look_at(matrices: int, world: int) -> int:
-    return max(3, min(120, _MOST_LOOKED_AT // max(1, matrices * max(1, world // 64))))
+def _machine(costs: CostTable, topology: Topology, links: str) -> tuple[sim.Machine | None, str]:
+    """None where nothing is known of links; and why, if they were given."""
+    try:
+        return sim.Machine.of(costs, topology), ""
+    except PlanError as error:
+        return None, "" if links == "measured" else f"links are not reckoned with: {error}"
 
 
 def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, list[Parts]]:
@@ -521,6 +511,6 @@ def _bounded(plan: OwnershipPlan, other: OwnershipPlan) -> OwnershipPlan:
     return replace(plan, lower_bound_ms=other.lower_bound_ms, proof=other.proof, status=status)
 
 
-def _noted(plan: OwnershipPlan, note: str) -> OwnershipPlan:
-    text = "; ".join(filter(None, (plan.search.note, note)))
+def _noted(plan: OwnershipPlan, *notes: str) -> OwnershipPlan:
+    text = "; ".join(filter(None, (plan.search.note, *notes)))
     return replace(plan, search=replace(plan.search, note=text))

@@ -27,7 +27,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, Parameter
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
@@ -42,11 +42,13 @@ Parts = tuple[tuple[int, ...], ...]
 class Way:
     """How a step is cut. ``redundant``: matrices, with the parts that compute each by themselves;
     ``bucket_bytes``: the size of buckets (None: the layout's own); ``by_shape``: owners come to
-    matrices of one shape at one time, else in the order in which the next forward needs them."""
+    matrices of one shape at one time, else in the order in which the next forward needs them;
+    ``rings``: all-gathers between more than two nodes go in rings on gloo, too."""
 
     redundant: Mapping[int, Parts] = field(default_factory=dict)
     bucket_bytes: int | None = None
     by_shape: bool = False
+    rings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,9 @@ class OwnershipPlan:
     ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as ``proof``
     lets anyone recompute without a solver (see `certificate`). ``claim`` is None in a plan by hand.
 
-    ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own). ``step`` is what
-    was simulated to choose (None: nothing is known of links, or nothing travels).
+    ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own), and ``rings``
+    as in `Way`. ``step`` is what was simulated to choose (None: nothing is known of links, or
+    nothing travels).
     """
 
     specs: ModelSpecs
@@ -176,6 +179,7 @@ class OwnershipPlan:
     proof: Proof | None = None
     claim: Claim | None = None
     bucket_bytes: int | None = None
+    rings: bool = False
     step: StepTimes | None = None
 
     def __post_init__(self) -> None:
@@ -261,6 +265,8 @@ class OwnershipPlan:
         }
         if self.bucket_bytes is not None:
             data["bucket_bytes"] = self.bucket_bytes
+        if self.rings:
+            data["rings"] = True
         return sha256(data, _plain)[:16]
 
     def fingerprint(self) -> str:
@@ -476,20 +482,23 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Of buckets in a pipeline: about ``bucket_bytes`` of an owner in each, so many at least, and
-    so many ``buffers`` of ``room`` bytes: more buckets, where these are smaller."""
+    so many ``buffers`` of ``room`` bytes: more buckets, where these are smaller. ``rings`` as in
+    `Way`."""
 
     bucket_bytes: int = BUCKET_BYTES
     room: int = BUCKET_BYTES
     least: int | None = None
     buffers: int = 2
+    rings: bool = False
 
     @classmethod
     def of(cls, options: ShardedOptions, plan: OwnershipPlan) -> Sizes:
         """What was asked for, or as planned."""
-        asked, least = options.bucket_bytes, options.min_buckets
-        if asked is None and least is None and plan.bucket_bytes is not None:
-            return cls(plan.bucket_bytes, max(BUCKET_BYTES, plan.bucket_bytes), 1, options.buffers)
-        return cls(asked or BUCKET_BYTES, asked or BUCKET_BYTES, least, options.buffers)
+        size, least = options.bucket_bytes, options.min_buckets
+        room = size or BUCKET_BYTES
+        if size is None and least is None and plan.bucket_bytes is not None:
+            size, least, room = plan.bucket_bytes, 1, max(BUCKET_BYTES, plan.bucket_bytes)
+        return cls(size or BUCKET_BYTES, room, least, options.buffers, plan.rings)
 
 
 def buckets_of(

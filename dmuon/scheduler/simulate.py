@@ -74,7 +74,8 @@ class Group(NamedTuple):
 class Exchange:
     """One collective: ``turns`` one after the other, of which so many ``hops`` go to other nodes;
     bytes of the busiest rank ``inside`` its node and ``across`` nodes (where ranks share a card, of
-    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all."""
+    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all. It reaches
+    such a ``share`` of what a link can carry across nodes."""
 
     purpose: str
     turns: float
@@ -82,13 +83,14 @@ class Exchange:
     inside: float
     across: float
     sent: float
+    share: float = 1.0
 
     def __bool__(self) -> bool:
         return self.sent > 0
 
     def __mul__(self, times: float) -> Exchange:
-        each = (times * value for value in (self.inside, self.across, self.sent))
-        return Exchange(self.purpose, self.turns, self.hops, *each)
+        inside, across, sent = (times * each for each in (self.inside, self.across, self.sent))
+        return replace(self, inside=inside, across=across, sent=sent)
 
 
 def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: bool) -> Exchange:
@@ -98,7 +100,7 @@ def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: b
     On gloo a reduce-scatter is an all-reduce, of which each rank keeps its part.
 
     >>> collective("", "all_gather", 800, Group(4, 1), is_gloo=False)
-    Exchange(purpose='', turns=3, hops=3, inside=0.0, across=600.0, sent=600.0)
+    Exchange(purpose='', turns=3, hops=3, inside=0.0, across=600.0, sent=600.0, share=1.0)
     """
     n, near = group
     passes = {"all_gather": 1, "all_to_all": 1, "all_reduce": 2, "reduce_scatter": 1 + is_gloo}[op]
@@ -163,7 +165,7 @@ class Machine:
         return cls(found, device.link, device.network, False, _BASE_S, _HOP_S, is_shared)
 
     def ms(self, exchange: Exchange) -> float:
-        wire = max(exchange.inside / self.inside, exchange.across / self.across)
+        wire = max(exchange.inside / self.inside, exchange.across / self.across / exchange.share)
         latency = exchange.turns * self.rates.turn_s + exchange.hops * self.hop_s
         latency += self.base_s * bool(exchange)
         return 1e3 * (latency + wire) + self.handling_ms(exchange)

@@ -22,15 +22,7 @@ from dmuon.scheduler import columns
 from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
-from dmuon.scheduler.plan import (
-    Batch,
-    Claim,
-    OwnershipPlan,
-    PriceRow,
-    Proof,
-    Search,
-    Way,
-)
+from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, Search, Way
 from dmuon.scheduler.problem import (
     UNLIMITED,
     Counts,
@@ -119,7 +111,7 @@ def solve(
         size = {row.key: -row.ms[0] for row in rows}
         key = [size[m.key] for m in specs.matrices]
         plan = replace(plan, batches=tuple(sorted(plan.batches, key=lambda b: key[b.matrices[0]])))
-    plan = replace(plan, bucket_bytes=way.bucket_bytes)
+    plan = replace(plan, bucket_bytes=way.bucket_bytes, rings=way.rings)
     search = replace(plan.search, seconds=time.perf_counter() - begin)
     return replace(plan, search=search, claim=Claim(plan.makespan_ms, plan.fingerprint()))
 
@@ -327,7 +319,7 @@ def _with_copies(
     made = replace(plan, batches=tuple(sorted(batches, key=lambda b: position[b.matrices[0]])))
     cap = plan.limits.memory_bytes
     if cap is not None and max(made.state_bytes) > cap:
-        raise PlanError(f"owner_memory_bytes={cap} is too small for what copies of a matrix keep")
+        raise PlanError(f"owner_memory_bytes={cap} does not fit all copies: pass redundancy=1")
     is_optimal = made.makespan_ms <= made.lower_bound_ms
     status = "optimal" if is_optimal else "time_limit" if budget.hit else "feasible"
     search = replace(plan.search, hit_time_limit=budget.hit)
@@ -402,10 +394,7 @@ def _owners(
 
 
 def _batches(
-    problem: Problem,
-    owners: Mapping[int, int],
-    order: Sequence[int],
-    prices: Iterable[PriceRow],
+    problem: Problem, owners: Mapping[int, int], order: Sequence[int], prices: Iterable[PriceRow]
 ) -> tuple[Batch, ...]:
     """Each owner's matrices in the cheapest batches, first layers first."""
     position = {i: at for at, i in enumerate(order)}

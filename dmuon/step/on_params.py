@@ -493,12 +493,7 @@ class ParamsEngine(Engine):
     # ---- weights -------------------------------------------------------------------------
 
     def _apply(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        updates: TensorList,
-        lr: float,
-        bad: Tensor | None,
+        self, group: int, blocks: Sequence[int], updates: TensorList, lr: float, bad: Tensor | None
     ) -> None:
         """Decay and update the weights of blocks of a param group, but where ``bad``, a bool or one
         per block, is true."""

@@ -21,14 +21,7 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import (
-    Tensors,
-    finite_norms,
-    into_range,
-    norms_into,
-    scale_into,
-    squares_fit,
-)
+from dmuon.tensors import Tensors, finite_norms, into_range, norms_into, scale_into, squares_fit
 from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)

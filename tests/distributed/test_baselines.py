@@ -25,6 +25,7 @@ from benchmarks.baselines import (
     SameShapeBuckets,
 )
 from benchmarks.timing import over_ranks
+from dmuon import devices
 from dmuon.reference import ReferenceMuon
 from tests.distributed.harness import distributed
 
@@ -129,6 +130,14 @@ def test_the_slowest_rank_counts(rank: int, world: int) -> None:
     event = Event()
     whole, first, second = over_ranks(lambda: event.wait(0.2 * (rank == 2)), lambda: None)
     assert whole >= first >= 200 > second
+
+
+@distributed(2)
+def test_ranks_that_time_products_differently_agree(rank: int, world: int) -> None:
+    for slow in ({}, {1}, {0, 1}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "_has_bf16", [rank not in slow])
+            assert baselines.ns_dtype() is (torch.float32 if slow else torch.bfloat16)
 
 
 @distributed(4)

@@ -92,8 +92,8 @@ def wrong_broadcast(prefix, change):
         changed(work, rank, self, tensor, src, tag)
         return work
 
-    def all_gather(honest, rank, self, parts, *, tag):
-        work = honest(self, parts, tag=tag)
+    def all_gather(honest, rank, self, parts, *, tag, **how):
+        work = honest(self, parts, tag=tag, **how)
         for src, part in enumerate(parts):
             changed(work, rank, self, part, src, tag)
         return work
@@ -432,9 +432,13 @@ ON_TWO = [
 ]
 
 
-def has_air(row):
-    """A factor of two; where an update is all but zero, rounding decides whether it decays."""
-    return row["difference"] <= row["tolerance"] / 2 or "cautious" in row["case"]
+def without_air(rows):
+    """Rows of float32 weights that use more than half of their tolerance. Rows that are judged by a
+    yardstick may use all of theirs: a yardstick is itself a rounding, which depends on the CPU. So
+    may cautious ones: where an update is nearly zero, rounding decides whether it decays."""
+    judged = [r for r in rows if r["criterion"] == "absolute" and "cautious" not in r["case"]]
+    assert judged and all(row["passed"] and row["yardstick"] > 0 for row in rows)
+    return [row for row in judged if row["difference"] > row["tolerance"] / 2]
 
 
 def test_the_command_passes_and_prints_a_table(capsys, tmp_path):
@@ -448,7 +452,7 @@ def test_the_command_passes_and_prints_a_table(capsys, tmp_path):
     assert [(r["layout"], r["case"], r["mesh"]) for r in rows] == ON_TWO
     promised = {"dtype", "steps", "max_abs_diff", "yardstick", "tolerance", "passed"}
     assert promised <= set(rows[0])
-    assert all(row["yardstick"] > 0 and has_air(row) for row in rows), rows
+    assert without_air(rows) == []
 
 
 def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
@@ -459,7 +463,7 @@ def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
     # Two of them may be equal by chance, being small multiples of a rounding; not all five.
     of_seed = [[(r["yardstick"], r["difference"]) for r in rows if r["seed"] == n] for n in (0, 1)]
     assert of_seed[0] != of_seed[1]
-    assert all(map(has_air, rows)), rows
+    assert without_air(rows) == []
 
 
 def test_the_command_fails_on_planted_faults(capsys):

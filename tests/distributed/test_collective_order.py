@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from itertools import chain, combinations, pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -201,10 +202,14 @@ def test_parts_of_any_sizes_reach_every_rank_and_sums_their_owners(rank, world, 
         for sizes in sizes_of(world):
             everyone = [of_rank(r, sizes, dtype) for r in range(world)]
             parts = of_rank(rank, sizes, dtype)
-            transport.all_gather(parts, tag="gathered").wait()
-            for r, part in enumerate(parts):
-                assert torch.equal(part, everyone[r][r]), (sizes, r)
-            parts = of_rank(rank, sizes, dtype)
+            for by in ("messages", "ring", "broadcasts"):
+                with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
+                    transport.all_gather(parts, tag="gathered", by=by).wait()
+                if not grouping and len({*sizes}) == 1 < world:
+                    assert gathered.called is (by == "ring")
+                for r, part in enumerate(parts):
+                    assert torch.equal(part, everyone[r][r]), (sizes, r, by)
+                parts = of_rank(rank, sizes, dtype)
             work = transport.reduce_scatter(parts, tag="reduced")
             for _ in range(2):  # more than one segment may wait for it
                 work.wait()
@@ -214,7 +219,7 @@ def test_parts_of_any_sizes_reach_every_rank_and_sums_their_owners(rank, world, 
                 parts[rank].double(), expected, rtol=0, atol=0.1 if dtype.itemsize < 4 else 1e-5
             )
         several = [sizes for sizes in sizes_of(world) if sum(map(bool, sizes)) > 1]
-        assert len(issued) == 2 * len(several) * grouping
+        assert len(issued) == 4 * len(several) * grouping
         transport.close()
 
 

@@ -13,8 +13,9 @@ HEADERS = 1.05  # bytes of a link over those of what is sent, at most
 
 
 def test_links_of_ddp_carry_what_the_formulas_say() -> None:
-    rows = {row["optimizer"]: row for row in answered(Case("ddp", 2, 1, "1gbit", None, 1))}
-    for name in ("AdamW, DDP", "dmuon, DDP", "round robin, DDP"):
+    rows = {row["optimizer"]: row for row in answered(Case("ddp", 2, 2, "1gbit", None, 1))}
+    names = ["AdamW, DDP", "dmuon once, DDP", "same-shape all-gather, DDP"]
+    for name in [*names, "dmuon, reduced to owner", "dmuon, reduced to owner, DDP"]:
         row = rows[name]
         for prefix in ("", "step_"):
             theory = row[f"{prefix}theory_link_bytes"]

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
-from dmuon.measure import on_links
+from dmuon.measure import measured_costs, on_links
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.topology import Topology
@@ -22,7 +26,29 @@ from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.models import Net
 from tests.distributed.test_collective_order import Recorders, assert_one_order
 from tests.distributed.twins import MUON, Both, Trained, both, follow, laid_out
-from tests.internals import C10dTransport, LinkTimer, Orthogonalizer, parts_of
+from tests.internals import C10dTransport, LinkTimer, Orthogonalizer, Turns, parts_of
+
+
+def on_replicas(laid: Layout) -> Layout:
+    """The experts over "ep" in each of two replicas, all else in HSDP."""
+
+    def wrap(model: Any, mesh: DeviceMesh) -> Any:
+        every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            experts = block.mlp.experts
+            for name, p in list(experts.named_parameters()):
+                part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+                experts.register_parameter(name, nn.Parameter(part))
+            experts.mesh = mesh["ep"]
+            fully_shard(experts, mesh=mesh["replicate", "fsdp"])
+            experts.set_force_sum_reduction_for_comms(True)
+            experts.set_gradient_divide_factor(4.0)
+            fully_shard(block, mesh=every)
+        fully_shard(model, mesh=every)
+        return model
+
+    return replace(laid, mesh=(2, 1, 2), axes=("replicate", "fsdp", "ep"), wrap=wrap)
+
 
 # (layout, ranks per node): replicas on nodes of their own, several on a node, and over nodes.
 LAID: dict[str, tuple[Layout, int]] = {
@@ -32,6 +58,7 @@ LAID: dict[str, tuple[Layout, int]] = {
     "hsdp 4x2": (on("hsdp", 4, 2), 4),
     "hsdp 4x2 over nodes": (on("hsdp", 4, 2), 1),
     "ep": (LAYOUTS["ep+fsdp"], 2),
+    "replicated experts": (on_replicas(LAYOUTS["ep+fsdp"]), 2),
 }
 WAYS = ("once", "nodes", "replicas", "mixed")
 
@@ -69,7 +96,7 @@ def levels(plan: OwnershipPlan) -> set[int]:
 def test_every_way_is_equal_to_the_reference(rank, world, case, way):
     """With a gradient that no rank has in a step."""
     request = asked(case, way)
-    assert way in ("once", "nodes") or max(levels(request["plan"])) > 1 or case == "ep"
+    assert (max(levels(request["plan"])) > 1) == (way != "once" and case != "ep")
 
     def skips_one(pair: Both, step: int) -> None:
         pair.both_backward(step)
@@ -98,6 +125,29 @@ def test_copies_have_the_bits_of_one_owner(rank, world, case, way):
     assert_bitwise(*found)
 
 
+@pytest.mark.parametrize(("case", "world"), [("ddp alone", 4), ("hsdp 4x2 over nodes", 8)])
+@distributed()
+def test_rings_between_nodes_change_no_bit(rank, world, case):
+    """And they are among ranks of more than two nodes, each on a node of its own here."""
+    honest, found, noted = C10dTransport.all_gather, [], set()
+
+    def noting(self, parts, *, tag, by="messages"):
+        noted.add((self.world > 2, by == "ring"))
+        return honest(self, parts, tag=tag, by=by)
+
+    for of in (False, True):
+        request = asked(case, "mixed")
+        request["plan"] = replace(request["plan"], rings=of)
+        noted.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(C10dTransport, "all_gather", noting)
+            with both(layout=LAID[case][0], request=request) as pair:
+                pair.train_alone(range(3))
+                found.append(pair.whole())
+        assert (True, of) in noted and noted <= {(True, of), (False, False)}, noted
+    assert_bitwise(*found)
+
+
 @pytest.mark.parametrize("muon", [
     {"variant": "normuon"}, {"master_weights": True, "momentum_dtype": "bfloat16"},
     {"cautious_weight_decay": True},
@@ -117,22 +167,23 @@ def test_whatever_is_kept_is_alike_in_all_copies(rank, world, case, muon):
 @distributed(4)
 def test_a_checkpoint_moves_between_redundancies(rank, world, case, variant, tmp_path):
     whole = {}
-    for way, first, last in (("mixed", 0, 3), ("once", 3, 5), ("replicas", 3, 5)):
+    for way, first in (("mixed", 0), ("once", 3), ("replicas", 3)):
         torch.manual_seed(0)
         trained = Trained(
             LAID[case][0], ParallelModel(), planning=asked(case, way), variant=variant, **MUON
         )
         if first:
             trained.load(str(tmp_path))
-        for step in range(first, last):
+        for step in range(first, 5):
+            if step == 3 and not first:
+                trained.save(str(tmp_path))
             loss_of(trained.model, batch(step, trained.rank)).backward()
             trained.opt.step()
             trained.opt.zero_grad()
-        if not first:
-            trained.save(str(tmp_path))
         whole[way] = trained.weights()
         trained.close()
     assert_close(whole["once"], whole["replicas"])
+    assert_close(whole["once"], whole["mixed"])
 
 
 @pytest.mark.parametrize("case", ["hsdp"])
@@ -202,6 +253,39 @@ def test_owners_publish_to_nodes_and_then_inside_them(rank, world, layout):
 
 
 @distributed(4)
+def test_what_a_failed_step_sent_is_waited_for_and_forgotten(rank, world):
+    """Before gradients take its memory; the updates that came are not applied later."""
+    honest, sent = Turns.send, []
+
+    def failing(self, *args):
+        if len(sent) == 2:
+            raise ValueError("planted")
+        sent.append(self)
+        return honest(self, *args)
+
+    request = {"planner": dmuon.PlannerOptions(ranks_per_node=2, max_batch=1)}
+    case = {"options": {"publish_bucket_bytes": 2048}, "request": request}
+    with both(Net, "reduced", **case) as pair:
+        pair.train_alone(range(2))
+        pair.opt.synchronize()
+        buckets = pair.own.runtime._buckets
+        pair.backward(2)
+        before = pair.whole()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Turns, "send", failing)
+            with pytest.raises(ValueError, match="planted"):
+                pair.opt.step()
+        assert any(bucket.works for bucket in buckets), "something is under way"
+        pair.opt.synchronize()
+        assert_bitwise(before, pair.whole())
+        pair.opt.zero_grad()
+        pair.train_alone(range(3, 5))
+        pair.opt.synchronize()
+        assert not any(bucket.works for bucket in buckets)
+        assert not torch.equal(*(next(iter(of.values())) for of in (before, pair.whole())))
+
+
+@distributed(4)
 def test_a_copy_that_computes_wrongly_is_found(rank, world):
     for case in ("ddp", "hsdp"):
         honest = Orthogonalizer.run
@@ -265,7 +349,41 @@ def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
             dmuon.dedicate_params(laid_out(LAID["hsdp"][0])[0], **asked("hsdp", "replicas"))
 
 
+@distributed(4)
+def test_a_saved_plan_keeps_to_the_redundancy_that_is_asked_for(rank, world):
+    request = asked("ddp", "replicas")
+    request["planner"] = replace(request["planner"], redundancy=1)
+    with pytest.raises(DmuonError, match=r"redundancy=1, and 4 in the saved plan"):
+        dmuon.dedicate_params(laid_out(LAID["ddp"][0])[0], **request)
+
+
 # ---- links ---------------------------------------------------------------------------------
+
+
+@distributed(4)
+def test_links_that_are_given_are_reckoned_with(rank, world, tmp_path):
+    """On CPUs beside what their cores do for sending, which is measured."""
+    found = []
+    for links in ("0.01Gb/node", "100Gb/node"):
+        model = laid_out(LAID["ddp"][0])[0]
+        asked_for = planner("ddp", links=links, cache_dir=str(tmp_path), profile_budget_s=0.5)
+        with pytest.MonkeyPatch.context() as patch:  # other tests have analytic ones
+            patch.setattr("dmuon.api.measured_costs", measured_costs)
+            own = dmuon.dedicate_params(model, planner=asked_for, costs="measured")
+        assert own.plan.step is not None, own.plan.search.note
+        assert own.plan.cost_source.endswith(f", nic {links}")
+        found.append(own.plan.step)
+        own.close()
+    assert found[0].once_ms > 2 * found[1].once_ms
+    for wrong in ("400", "0Gb/node", "Measured", ""):
+        with pytest.raises(DmuonError, match=r"links or nic .* is no network card"):
+            dmuon.dedicate_params(laid_out(LAID["ddp"][0])[0], planner=planner("ddp", links=wrong))
+    model = laid_out(LAID["ddp"][0])[0]
+    own = dmuon.dedicate_params(
+        model, planner=planner("ddp", links="1Gb/node"), costs="analytic:cpu"
+    )
+    assert own.plan.search.note.startswith("links are not reckoned with: analytic:cpu")
+    own.close()
 
 
 @distributed(4)
@@ -292,6 +410,7 @@ def test_links_are_measured_kept_and_checked(rank, world, tmp_path):
         assert measured() == first
     with pytest.MonkeyPatch.context() as patch:  # another network under the same names
         honest = LinkTimer.exchange
-        patch.setattr(LinkTimer, "exchange", lambda self, *of: 20 * honest(self, *of))
+        slower = 1, 20  # inside nodes, and across
+        patch.setattr(LinkTimer, "exchange", lambda *of: slower[of[1]] * honest(*of))
         assert measured().device.network < first.device.network / 5
     transport.close()

@@ -145,7 +145,7 @@ def test_formulas_of_links_count_messages(nodes, each):
 
 def test_formulas_of_ddp():
     matrices, part = Matrices.of(100, updates=2), 3 / 4
-    found = {name: ddp_links(name, matrices, 4) for name in links.DDP_KINDS}
+    found = {name: ddp_links(name, matrices, 4, 1) for name in links.DDP_KINDS}
     assert found == {
         "AdamW, DDP": (0, 800 * part),
         "dmuon, DDP": (200 * part, 1000 * part),
@@ -157,6 +157,11 @@ def test_formulas_of_ddp():
         "round robin, DDP": (400 * part, 1200 * part),
         "round robin, reduced to owner": (400 * part, 800 * part),
     }
+    found = {name: ddp_links(name, matrices, 2, 2) for name in links.DDP_KINDS}
+    assert found["dmuon once, DDP"] == (200 / 2, 200 / 2 + 800 * part)
+    assert found["same-shape all-gather, DDP"] == (400 * part, 1200 * part)
+    assert found["dmuon, reduced to owner"] == (200 / 2, 200 / 2 + 400)
+    assert found["round robin, reduced to owner"] == (400 / 2, 400)
 
 
 def test_crowding_is_of_moments():

@@ -48,8 +48,10 @@ from dmuon.measure import (
 )
 from dmuon.rule import Rule
 from dmuon.scheduler.costs import CostTable, ShapeKey
+from dmuon.scheduler.topology import Topology
 from dmuon.tools.profile import parse_shapes
 from dmuon.types import KernelChoice
+from tests.internals import LinkTimer
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")
@@ -435,6 +437,25 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
             lacking = place(Two())
     assert (whole.kernels.backend, lacking.kernels.backend) == ("auto", "torch")
     assert whole._key != lacking._key and whole._leads and lacking._leads
+
+
+@pytest.mark.parametrize(
+    ("burst", "noise", "most"),
+    [(0, {}, 1.01), (1 << 17, {}, 1.02), (0, {1: 0.015}, 2), (0, {0: 0.06, 1: 0.04}, 1.01)],
+)
+def test_links_are_measured_beyond_a_burst_that_they_let_pass(burst, noise, most):
+    """Noise in one exchange, or in the first two, makes them no more than twice as fast."""
+    links, rate = LinkTimer(Transport(), torch.device("cpu"), Topology.flat(1)), 25e6
+    taken: list[float] = []
+
+    def exchange(step, nbytes):
+        taken.append(1e-3 + max(0, nbytes - burst) / rate + noise.get(len(taken), 0))
+        return taken[-1]
+
+    with mock.patch.object(links, "exchange", exchange):
+        few, per_byte, _ = links.rate(1)
+    assert few == taken[0]
+    assert 0.98 < 1 / per_byte / rate < most
 
 
 def test_a_kernel_that_fails_where_costs_are_measured_is_run_by_nobody():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -18,7 +19,7 @@ from dmuon.scheduler.network import Routes, job_of, planned
 from dmuon.scheduler.plan import OwnershipPlan, Sizes
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.simulate import Machine, optimizer_ms
-from dmuon.scheduler.specs import MatrixSpec
+from dmuon.scheduler.specs import MatrixSpec, StateSizes
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 from tests.unit.test_shards import copied, shard_maps, specs_of
@@ -65,24 +66,66 @@ def test_where_the_link_is_slow_replicas_compute_by_themselves():
         assert certify(plan).ok and certify(plan).proven, certify(plan)
 
 
-def test_between_the_ends_lies_a_mixture():
-    """Of DDP over two nodes of CPUs: what a trial found by hand, at three speeds of the link."""
+def on_cpus(nic: str, each: int, world: int = 4, **options) -> tuple[OwnershipPlan, float]:
+    """DDP over nodes of CPUs, and its simulated step."""
     shapes = [(64, 64), (64, 64), (256, 64), (64, 256)] * 8
     specs = specs_of(shapes, [MatrixSpec(f"{i}", i, *s, "float32") for i, s in enumerate(shapes)])
-    topology = Topology.flat(4, ranks_per_node=2)
+    topology = Topology.flat(world, ranks_per_node=each)
     shards = evenly_sharded(specs, topology, whole=True)
     entries = {(64, 64, "float32"): {1: 2.0}, (64, 256, "float32"): {1: 4.0}}
     rates = Rates(1e11, 5e9, 4e9, 1e-6, 1e-4, 1e-10)
     device = ANALYTIC_DEVICES["cpu"]
     table = CostTable("made", entries, device, entry_origin="given", momentum=False, rates=rates)
-    found = []
-    for nic in ("0.0005Gb/node", "0.05Gb/node", "10Gb/node"):
-        how = Layout.REPLICATED, "auto", PlannerOptions(), shards.limits(None)
-        found.append(planned(specs, topology, table.on_network(nic, 2), shards, *how))
+    table = table.on_network(nic, each)
+    how = Layout.REPLICATED, "auto", PlannerOptions(**options), shards.limits(None)
+    plan = planned(specs, topology, table, shards, *how)
+    return plan, optimizer_ms(job_of(plan, shards, table, Machine.of(table, topology)))
+
+
+def test_between_the_ends_lies_a_mixture():
+    """Of DDP over two nodes of CPUs: what a trial found by hand, at three speeds of the link."""
+    found = [on_cpus(nic, 2)[0] for nic in ("0.0005Gb/node", "0.05Gb/node", "10Gb/node")]
     levels = [copies(plan) for plan in found]
     assert levels[0].keys() <= {2, 4} and levels[2].keys() == {1}
     assert len(levels[1]) > 1, "some are published across nodes, some are not"
     assert found[1].step.ms < 0.97 * min(found[1].step.once_ms, found[1].step.copied_ms)
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy", "round_robin"])
+@pytest.mark.parametrize("redundancy", [1, "auto"])
+def test_a_memory_cap_that_copies_do_not_fit_leaves_one_owner(solver, redundancy):
+    """What variants keep lies with each copy; what all copies would take is left open."""
+    topology, specs = Topology((4, 2), HSDP, 2, "cuda"), model_specs("gpt2")
+    costs, shards = H100.on_network("10Gb/node", 2), evenly_sharded(specs, topology)
+    kept = tuple(4 * matrix.rows for matrix in shards.specs.matrices)
+    kept = replace(StateSizes.plain(shards.specs), at_owners=kept)
+
+    def with_cap(cap, redundancy=redundancy):
+        limits = shards.limits(cap, kept)
+        options = PlannerOptions(redundancy=redundancy, owner_memory_bytes=cap)
+        return planned(
+            shards.specs, topology, costs, shards, Layout.SHARDED, solver, options, limits
+        )
+
+    every, once = max(with_cap(None, 4).state_bytes), with_cap(None, 1)
+    assert max(once.state_bytes) < every - 1
+    plan = with_cap(every - 1)
+    assert max(plan.state_bytes) < every and plan.step.copied_ms is None
+    assert redundancy == "auto" or copies(plan) == copies(once)
+    with pytest.raises(PlanError, match=r"does not fit all copies: pass redundancy=1"):
+        with_cap(every - 1, 4)
+
+
+def test_rings_where_several_nodes_have_slow_links():
+    """On fast links their turns take longer, and between two nodes there is one way."""
+    slow, fast, two = (
+        on_cpus(nic, each, redundancy=1)[0]
+        for nic, each in (("0.05Gb/node", 1), ("10Gb/node", 1), ("0.05Gb/node", 2))
+    )
+    assert (slow.rings, fast.rings, two.rings) == (True, False, False)
+    assert slow.fingerprint() != replace(slow, rings=False).fingerprint()
+    assert OwnershipPlan.from_json(slow.to_json()).rings
+    assert chosen((4, 8), "10Gb/node", Layout.REPLICATED)[0].rings is False, "NCCL has its own"
 
 
 @pytest.mark.parametrize("layout", [Layout.SHARDED, Layout.REPLICATED])
@@ -98,6 +141,7 @@ def test_what_is_asked_for_is_planned(layout, redundancy):
 CELLS = [
     ((8,), "400Gb/gpu", 8), ((4, 8), "400Gb/node", 8), ((32,), "400Gb/node", 8),
     ((32,), "50Gb/node", 8), ((2, 2), "1Gb/node", 2), ((4, 2), "25Gb/node", 4),
+    ((2, 2), "400Gb/gpu", 2), ((4, 2), "400Gb/node", 2),  # buckets for copies
 ]  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def test_a_matrix_is_a_part_of_its_parameter(kind, changes, message):
 
 def test_a_plan_of_another_format_says_which():
     for version in (99, 1, 10):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 13"):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 14"):
             OwnershipPlan.from_json(broken(format=version))
 
 
