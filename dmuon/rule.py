@@ -345,16 +345,9 @@ class Rule:
         return [*norms.view(2, -1).unbind(1)]
 
     def advance_into(
-        self,
-        out: TensorList | None,
-        buffers: TensorList,
-        grads: TensorList,
-        h: Hyper,
-        working: torch.dtype,
-        *,
-        scales: Tensor | None = None,
-        stays: Tensor | None = None,
-    ) -> None:
+        self, out: TensorList | None, buffers: TensorList, grads: TensorList, h: Hyper,
+        working: torch.dtype, *, scales: Tensor | None = None, stays: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`advance`, and operands times ``scales`` ``[n]`` into ``out``; see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
         for kernels, some, (held, own, *to) in _routes(*lists, working=working):
@@ -367,15 +360,9 @@ class Rule:
             kernels.advance(to_list, held, own, working, scales=factors, stays=mask, **how)
 
     def _advance_some(
-        self,
-        out: TensorList | None,
-        buffers: TensorList,
-        grads: TensorList,
-        h: Hyper,
-        working: torch.dtype,
-        stays: Tensor | None,
-        scales: Tensor | None,
-    ) -> None:
+        self, out: TensorList | None, buffers: TensorList, grads: TensorList, h: Hyper,
+        working: torch.dtype, stays: Tensor | None, scales: Tensor | None,
+    ) -> None:  # fmt: skip
         """`advance_into` by torch's operations, with two copies of all of it."""
         grads = [grad.to(working) for grad in grads]
         made = [_empty(b, working) for b in buffers]

@@ -254,15 +254,9 @@ def backend_version(device: Device) -> str:
 
 
 def fixed_choice(
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    device: Device,
-    steps: int,
-    method: str = "auto",
-    backend: str = "auto",
-    speeds: Speeds | None = None,
-) -> KernelChoice:
+    m: int, n: int, dtype: torch.dtype, device: Device, steps: int, method: str = "auto",
+    backend: str = "auto", speeds: Speeds | None = None,
+) -> KernelChoice:  # fmt: skip
     """The rule's choice for ``speeds`` (None: the fixed ones), as far as nothing else is given.
     ValueError for an unknown method or backend, for one that cannot run on this device, and for
     restarts with which this dtype diverges."""
@@ -289,15 +283,9 @@ def fixed_choice(
 
 
 def candidates(
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    device: Device,
-    steps: int,
-    method: str = "auto",
-    backend: str = "auto",
-    speeds: Speeds | None = None,
-) -> tuple[KernelChoice, ...]:
+    m: int, n: int, dtype: torch.dtype, device: Device, steps: int, method: str = "auto",
+    backend: str = "auto", speeds: Speeds | None = None,
+) -> tuple[KernelChoice, ...]:  # fmt: skip
     """The choices that are worth measuring for m x n matrices, the rule's first: safe forms that
     do not have clearly more to multiply, with each backend and tile of the device. Errors as of
     `fixed_choice`."""

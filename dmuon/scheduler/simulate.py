@@ -165,10 +165,12 @@ class Machine:
         return cls(found, device.link, device.network, False, _BASE_S, _HOP_S, is_shared)
 
     def ms(self, exchange: Exchange) -> float:
-        wire = max(exchange.inside / self.inside, exchange.across / self.across / exchange.share)
         latency = exchange.turns * self.rates.turn_s + exchange.hops * self.hop_s
         latency += self.base_s * bool(exchange)
-        return 1e3 * (latency + wire) + self.handling_ms(exchange)
+        return 1e3 * (latency + self.wire_s(exchange)) + self.handling_ms(exchange)
+
+    def wire_s(self, exchange: Exchange) -> float:
+        return max(exchange.inside / self.inside, exchange.across / self.across / exchange.share)
 
     def handling_ms(self, exchange: Exchange) -> float:
         """What of it a rank's own cores do."""
@@ -202,6 +204,8 @@ class Run:
         self.spans: list[Span] = []
         self._free = {INSIDE: (0.0, -1), ACROSS: (0.0, -1)}  # since when, and the last one on it
         self._handling: dict[int, float] = {}
+        self._carried: dict[int, float] = {}  # of gloo's collectives: ms of the wires that are left
+        self._carried_until = 0.0
 
     def _note(self, name: str, kind: str, on: str, begin: Floats, end: Floats, *why: int) -> int:
         self.spans.append(Span(name, kind, on, begin, end, *why))
@@ -232,7 +236,10 @@ class Run:
         ready = np.maximum(self.now, self.host)
         last = int(ready.argmax())
         begin, cause = float(ready[last]), -1
-        for level in levels:
+        if self.machine.is_cpu:
+            self._carry(begin)
+            self._carried_until = begin
+        for level in levels * (not self.machine.is_cpu):
             free, before = self._free[level]
             if free > begin:
                 begin, cause = free, before
@@ -242,13 +249,30 @@ class Run:
             number = self._note(name, exchange.purpose, level, *times, cause, last)
         for level in levels:
             self._free[level] = end, number
+        if self.machine.is_cpu:
+            self._carried[number] = 1e3 * self.machine.wire_s(exchange)
         self._handling[number] = self.machine.handling_ms(exchange)
         return number
+
+    def _carry(self, until: float, last: int = -1) -> None:
+        """Go on until then, or until ``last`` has come: all that is under way on gloo gets an equal
+        part of the link, and comes the later the more the others take."""
+        while self._carried and last in (-1, *self._carried):
+            first, count = min(self._carried, key=self._carried.__getitem__), len(self._carried)
+            ms = min(self._carried[first], (until - self._carried_until) / count)
+            for number, left in self._carried.items():
+                self._carried[number], span = left - ms, self.spans[number]
+                self.spans[number] = replace(span, end=span.end + (count - 1) * ms)
+            self._carried_until += count * ms
+            if self._carried[first]:
+                break
+            del self._carried[first]
 
     def wait(self, *numbers: int) -> None:
         """The device goes on when these collectives have ended, one after the other; its part in
         them takes time anyway."""
         for number in numbers:
+            self._carry(math.inf, number)
             sent = self.spans[number]
             begin, busy = self.now, self.now + self._handling.pop(number, 0.0)
             self.now = np.maximum(busy, sent.end)

@@ -119,7 +119,7 @@ def test_who_imports_what():
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
     "files": 75,
-    "lines": 27_095,
+    "lines": 27_094,
     "files in a folder": 20,
     "files in a chain of imports": 12,
     "protocols": 0,
@@ -206,7 +206,6 @@ def private_torch_names(source: str) -> set[str]:
     return {name for name in names if re.search(r"\._(?!_|foreach_)", name)}
 
 
-# Names that have no public counterpart, each in one place.
 # Names that have no public counterpart, each in one place.
 PRIVATE_EXCEPTIONS = {
     # "When this backward is done"; FSDP2 uses the same queue.

@@ -254,6 +254,22 @@ def test_a_wire_carries_one_thing_at_a_time_and_two_wires_two():
     assert {span.on for span in run.spans} == {DEVICE, INSIDE, ACROSS}
 
 
+def test_on_gloo_what_is_under_way_shares_a_wire():
+    run = Run(CPU, 1)
+    first = run.send("a", FAR)
+    run.compute("work", "work", 0.5)
+    second = run.send("b", FAR)  # half of the first one is left
+    run.wait(first)
+    assert run.now.tolist() == [1.5]
+    third = run.send("c", FAR)  # half of the second one
+    run.wait(third)
+    assert run.now.tolist() == [3.0]
+    run.wait(second)
+    assert [float(run.spans[n].end[0]) for n in (first, second, third)] == [1.5, 2.5, 3.0]
+    run.exchange("d", FAR)
+    assert run.now.tolist() == [4.0]
+
+
 def test_the_host_may_be_what_is_slow():
     slow = replace(GPU, rates=replace(RATES, call_s=1e-3))
     run = Run(slow, 1)
