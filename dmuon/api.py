@@ -39,7 +39,7 @@ from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, on_links
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.scheduler.costs import CostTable, analytic_class, nic_bandwidth, resolve_costs
+from dmuon.scheduler.costs import CostTable, analytic_class, resolve_costs
 from dmuon.scheduler.network import parts_of, planned
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
@@ -288,7 +288,7 @@ def _priced_plan(found: _Found) -> OwnershipPlan:
         found.transport, keys, found.device, found.planner, kernels=request.kernels,
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
-    is_asked = found.planner.links == "measured" or found.device.type == "cpu"  # whose cores send
+    is_asked = found.planner.links == "measured" or found.device.type == "cpu"  # cores send
     if costs.entries and found.shards is not None and is_asked and found.transport.world > 1:
         costs = on_links(costs, found.transport, found.device, found.planner, found.topology)
     return _plan_by(costs, found)
@@ -539,8 +539,6 @@ def _check_request(request: Request) -> None:
     if not isinstance(kernels, config.KernelOptions):
         raise TypeError(f"kernels must be KernelOptions, found {type(kernels).__name__}")
     restarts_of(kernels.method)
-    if planner.links != "measured":
-        nic_bandwidth(planner.links, 1)
     if kernels.backend not in ("auto", *BACKENDS):
         raise ValueError(
             f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
@@ -553,7 +551,10 @@ def _check_request(request: Request) -> None:
         raise TypeError(f"plan must be an OwnershipPlan, found {type(plan).__name__}{how}")
     asked, found = planner.redundancy, {max(1, len(batch.copies)) for batch in plan.batches}
     if asked != "auto" and not found <= {1, asked}:
-        raise PlanError(f"redundancy={asked}, and {max(found)} in the saved plan: leave one out")
+        raise PlanError(
+            f"redundancy={asked}, but the saved plan computes some matrices {max(found)} times: "
+            "leave out redundancy= or plan="
+        )
     caps = [c for c in (planner.owner_memory_bytes, plan.limits.memory_bytes) if c is not None]
     fullest = max(plan.state_bytes)
     if caps and fullest > min(caps):

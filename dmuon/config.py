@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -128,6 +129,12 @@ REDUNDANCY = Allowed(
     lambda value: value if value == "auto" else _integer(value),
     lambda value: value == "auto" or value >= 1,
 )
+NIC = r"(?=[0-9.]*[1-9])([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))"
+LINKS = Allowed(
+    "'measured', or bits per second as in '400Gb/gpu' or '400Gb/node'",
+    _of_type(str),
+    lambda text: text == "measured" or re.fullmatch(NIC, text.strip()) is not None,
+)
 FINITE_PERIOD = Allowed("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
 PERIOD_OF_STEP = Allowed(
     "a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1
@@ -229,7 +236,7 @@ class PlannerOptions(_Checked):
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
     redundancy: Literal["auto"] | int = _default("auto", REDUNDANCY)
-    links: str = _default("measured", TEXT)
+    links: str = _default("measured", LINKS)
 
 
 @dataclass(frozen=True, slots=True)

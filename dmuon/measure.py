@@ -774,7 +774,8 @@ class _Links:
             across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # beside what cores do
         if not is_cpu:
             return inside, across
-        source, target, some, calls = *torch.ones(2, _PASSED), torch.ones(8), 1000
+        source, target = torch.ones(_PASSED), torch.ones(_PASSED)
+        some, calls = torch.ones(8), 1000
         times = self.seconds(lambda: target.copy_(source)), self.seconds(source.clone)
         passes = (2 * source.nbytes / each for each in times)
         call_s = self.seconds(lambda: [some.add_(1.0) for _ in range(calls)]) / calls

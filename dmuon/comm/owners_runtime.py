@@ -57,13 +57,9 @@ class OwnersRuntime(LayoutRuntime):
     keeps_whole = True
 
     def __init__(
-        self,
-        slices: Slices,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        process_groups: ProcessGroups,
-        device: torch.device,
-    ) -> None:
+        self, slices: Slices, model: nn.Module, parameters: Sequence[nn.Parameter],
+        process_groups: ProcessGroups, device: torch.device,
+    ) -> None:  # fmt: skip
         super().__init__(slices.plan, model, process_groups.world, device)
         self.process_groups = process_groups
         self.meter = process_groups.meter

@@ -76,8 +76,8 @@ def _aligned(numel: int) -> int:
 
 
 def all_gathers(peers: Mapping[Ranks, Transport], topology: Topology, rings: bool) -> Gathers:
-    """Of each set of ranks: by broadcasts on one node, where copies take longer than messages that
-    are passed on; with ``rings`` by a ring, if they lie on more than two."""
+    """How each set of ranks gathers: by broadcasts on one node, where messages need an extra copy;
+    by direct messages between two; between more by a ring, if ``rings``."""
     ways: list[Gathering] = ["broadcasts", "messages", "ring" if rings else "messages"]
     nodes = {ranks: len({*map(topology.node, ranks)}) for ranks in peers}
     return {r: partial(one.all_gather, by=ways[min(nodes[r], 3) - 1]) for r, one in peers.items()}
@@ -206,19 +206,11 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        shards: ShardMap,
-        topology: Topology,
-        units: Units,
-        travelling: Sequence[int],
-        transport: Transport,
-        meter: Meter,
-        sizes: Sizes,
-        like: Tensor,
-        inbound: torch.dtype | None = None,
-        memory: Callable[[int], Tensor] | None = None,
+        self, shards: ShardMap, topology: Topology, units: Units, travelling: Sequence[int],
+        transport: Transport, meter: Meter, sizes: Sizes, like: Tensor,
+        inbound: torch.dtype | None = None, memory: Callable[[int], Tensor] | None = None,
         replicas: Mapping[Ranks, Transport] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         cuts, self._slots = buckets_of(units, travelling, sizes, like.element_size())
         units = units_for(units, shards, topology, transport.rank)
         routes = [bucket_route(shards, topology, units, cut, transport.rank) for cut in cuts]

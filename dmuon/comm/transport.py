@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,9 +63,9 @@ class Transport:
 
     def all_gather(self, parts: Sequence[Tensor], *, tag: str, by: Gathering = "messages") -> Work:
         """Copy ``parts[r]`` from rank r to every rank: `broadcast` from all of them at once. They
-        are 1-D, of one dtype, and of any sizes; one at least is not empty. ``by``: on gloo, where
-        no part is much larger than the others, each rank sends its own to all, or passes on what
-        came ("ring"); broadcasts pass it on along trees, and copy nothing beside it."""
+        are 1-D, of one dtype, and of any sizes; one at least is not empty. ``by`` counts on gloo
+        alone, for parts of similar size: direct messages, or a ring that relays them; broadcasts
+        relay along trees and need no extra copy."""
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
@@ -309,13 +308,13 @@ class C10dTransport(Transport):
             listed, last = _unequal(parts)
             calls = [partial(dist.broadcast, part, group_src=0) for part in last]
             calls.append(partial(dist.all_gather, listed, listed[self.rank]))
-        elif by != "broadcasts" and (backend, mine.is_cpu) == ("gloo", True) and _is_even(parts):
+        elif by != "broadcasts" and backend == "gloo" and mine.is_cpu and _is_even(parts):
             others = [r for r in range(self.world) if r != self.rank]
             numels = [part.numel() for part in parts]
             if by == "ring":
-                came = mine.new_empty((self.world, max(numels)))
-                sent = F.pad(mine, (0, max(numels) - mine.numel()))
-                exchange = partial(dist.all_gather, [*came], sent)
+                came = mine.new_zeros((self.world, max(numels)))  # one size for all
+                came[self.rank, : mine.numel()].copy_(mine)
+                exchange = partial(dist.all_gather, [*came], came[self.rank])
                 found = [came[r, : numels[r]] for r in others]
             else:
                 coming, going = numels.copy(), [mine.numel()] * self.world

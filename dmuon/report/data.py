@@ -400,7 +400,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     clock = ", depends on the clock" if plan.search.hit_time_limit else ""
     solver, status = _named(plan.solver), _named(plan.status)
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
-    once = ", for each matrix once" if any(batch.copies for batch in plan.batches) else ""
+    once = ", for each matrix once" if _has_copies(plan) else ""
     gap = f", gap {percent(report.gap)}"
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
@@ -595,6 +595,10 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
     return render.Table("Parameters", ("parameter", "number", *left[1:]), rows, left, reasons=2)
 
 
+def _has_copies(plan: OwnershipPlan) -> bool:
+    return any(batch.copies for batch in plan.batches)
+
+
 def _page(report: LoadBalanceReport) -> str:
     text, proven = report.ms_text, "" if report.certificate.proven else ", not proven"
     tiles = [
@@ -604,6 +608,8 @@ def _page(report: LoadBalanceReport) -> str:
         ("imbalance over the mean", render.percent(report.imbalance)),
         ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
     ]
+    if _has_copies(report.plan):  # the bound is for each matrix once
+        del tiles[2]
     pictures = [("Load per rank", *_loads_picture(report))]
     if len(report.ranks) == 1:
         tiles, pictures = tiles[:1], []

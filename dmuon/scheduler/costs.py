@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
+from dmuon.config import NIC
 from dmuon.scheduler import json_files
 from dmuon.scheduler.json_files import cut, decode_fields, parse, sha256, write_text
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
@@ -214,10 +215,9 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
     >>> nic_bandwidth("400Gb/gpu", 8), nic_bandwidth("3.2Tb/node", 8)
     (45000000000.0, 45000000000.0)
     """
-    pattern = r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?((?i:[GT]))b/((?i:gpu|node))"
-    if (match := re.fullmatch(pattern, text.strip())) is None or not float(match[1]):
+    if (match := re.fullmatch(NIC, text.strip())) is None:
         raise PlanError(
-            f"links or nic {text!r} is no network card: give its bits, as 400Gb/gpu or 400Gb/node"
+            f"nic {text!r} is no link rate: write bits per second, as in 400Gb/gpu or 400Gb/node"
         )
     bits = float(match[1]) * (1e9 if match[2] in "Gg" else 1e12)
     return bits / 8 * NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)

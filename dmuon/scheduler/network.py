@@ -330,18 +330,13 @@ def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Part
 
 
 class Search:
-    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it,
-    at a price ``of_each``; ``parts`` are those that each matrix may have, beside ``start``'s."""
+    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it
+    at a cost ``of_each``; ``parts`` are those that each matrix may have, beside ``start``'s."""
 
     def __init__(
-        self,
-        start: Way,
-        make: Callable[[Way], OwnershipPlan],
-        ms_of: Callable[[OwnershipPlan], float],
-        parts: Mapping[int, Sequence[Parts]],
-        of_each: int,
-        rings: Sequence[bool],
-    ) -> None:
+        self, start: Way, make: Callable[[Way], OwnershipPlan], ms_of: Callable[[OwnershipPlan],
+        float], parts: Mapping[int, Sequence[Parts]], of_each: int, rings: Sequence[bool],
+    ) -> None:  # fmt: skip
         self._make, self._ms_of, self._parts, self._rings = make, ms_of, parts, rings
         self._left = max(3, min(120, _MOST_LOOKED_AT // of_each))
         self.best, self._start, plan = start, start, make(start)
@@ -438,7 +433,9 @@ def planned(
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
     machine, unknown = _machine(costs, topology, options.links)
     is_large = len(specs.matrices) > _MOST_SIMULATED  # of which one plan takes seconds
-    if machine is None or (is_large and not (parts and redundancy == "auto")):
+    quick, free = ("round_robin", {}) if solver == "round_robin" else ("greedy", parts)
+    free = free if redundancy == "auto" else {}
+    if machine is None or (is_large and not free):
         return _noted(make(start), note, unknown)
     job = partial(job_of, shards=shards, costs=costs, machine=machine, options=asked)
 
@@ -447,8 +444,7 @@ def planned(
 
     is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
     of_each = max(1, len(specs.matrices)) * max(1, topology.world // 64)
-    quick, some = ("round_robin", {}) if solver == "round_robin" else ("greedy", parts)
-    sizes, free = _SIZES if is_free else (), some if redundancy == "auto" else {}
+    sizes = _SIZES if is_free else ()
     rings = (False, True)[: 1 + (machine.is_cpu and topology.nodes > 2)]
     search = Search(start, partial(make, by=quick), ms_of, free, of_each, rings)
     search.run(() if is_large else sizes)
@@ -470,11 +466,11 @@ def planned(
 
 
 def _machine(costs: CostTable, topology: Topology, links: str) -> tuple[sim.Machine | None, str]:
-    """None where nothing is known of links; and why, if they were given."""
+    """None if link rates are unknown, and the reason if the user gave links."""
     try:
         return sim.Machine.of(costs, topology), ""
     except PlanError as error:
-        return None, "" if links == "measured" else f"links are not reckoned with: {error}"
+        return None, "" if links == "measured" else f"links are ignored: {error}"
 
 
 def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, list[Parts]]:

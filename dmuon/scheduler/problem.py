@@ -252,13 +252,9 @@ def _groups(
 
 
 def _classes(
-    shapes: Sequence[Shape],
-    forced: Sequence[tuple[int, Shape]],
-    world: int,
-    limits: OwnerLimits,
-    scale: int,
-    busy: Sequence[int] | Ints,
-) -> tuple[OwnerClass, ...]:
+    shapes: Sequence[Shape], forced: Sequence[tuple[int, Shape]], world: int, limits: OwnerLimits,
+    scale: int, busy: Sequence[int] | Ints,
+) -> tuple[OwnerClass, ...]:  # fmt: skip
     """Ranks with equal fixed load, room and domains together, in order of their first rank."""
     more = busy if len(busy) else [0] * world
     fixed = [round(limits.fixed_ms_of(rank) * scale) + int(more[rank]) for rank in range(world)]

@@ -74,8 +74,8 @@ class Group(NamedTuple):
 class Exchange:
     """One collective: ``turns`` one after the other, of which so many ``hops`` go to other nodes;
     bytes of the busiest rank ``inside`` its node and ``across`` nodes (where ranks share a card, of
-    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all. It reaches
-    such a ``share`` of what a link can carry across nodes."""
+    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all. ``share``
+    is the fraction of the bandwidth across nodes that it reaches."""
 
     purpose: str
     turns: float
@@ -231,7 +231,9 @@ class Run:
     def send(self, name: str, exchange: Exchange) -> int:
         """Issue a collective; what `wait` needs."""
         levels = [INSIDE] * (exchange.inside > 0) + [ACROSS] * (exchange.across > 0)
-        if not self.machine.is_cpu:
+        if self.machine.is_cpu:  # inside its cores do all of it
+            levels = levels[-1:]
+        else:
             self.host = self.host + 1e3 * self.machine.rates.call_s
         ready = np.maximum(self.now, self.host)
         last = int(ready.argmax())
@@ -239,7 +241,7 @@ class Run:
         if self.machine.is_cpu:
             self._carry(begin)
             self._carried_until = begin
-        for level in levels * (not self.machine.is_cpu):
+        for level in levels:
             free, before = self._free[level]
             if free > begin:
                 begin, cause = free, before
@@ -247,10 +249,10 @@ class Run:
         times = np.full_like(self.now, begin), np.full_like(self.now, end)
         for level in levels or [INSIDE]:
             number = self._note(name, exchange.purpose, level, *times, cause, last)
-        for level in levels:
-            self._free[level] = end, number
         if self.machine.is_cpu:
             self._carried[number] = 1e3 * self.machine.wire_s(exchange)
+        else:
+            self._free |= dict.fromkeys(levels, (end, number))
         self._handling[number] = self.machine.handling_ms(exchange)
         return number
 
@@ -834,7 +836,7 @@ class Step:
 def link_ms(job: Job) -> float:
     """Milliseconds of all that its buckets send, if the links never wait."""
     machine, every = job.machine, [e for b in job.buckets for e in (b.gather, *b.turns)]
-    levels = sum(e.inside for e in every) / machine.inside, sum(e.across for e in every)
+    levels = sum(e.inside for e in every) / machine.inside, sum(e.across / e.share for e in every)
     return 1e3 * max(levels[0], levels[1] / machine.across)
 
 

@@ -285,17 +285,14 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
 
 
 def _with_copies(
-    plan: OwnershipPlan,
-    problem: Problem,
-    way: Way,
-    order: Sequence[int],
-    solver: str,
+    plan: OwnershipPlan, problem: Problem, way: Way, order: Sequence[int], solver: str,
     budget: Budget,
-) -> OwnershipPlan:
+) -> OwnershipPlan:  # fmt: skip
     """``plan``, in which each part of the mesh computes some matrices: shared out in each part in
     the same way, and then what has one owner around them. Its bound holds, as that adds work."""
     specs, world, batches = plan.specs, plan.topology.world, list[Batch]()
     prices, busy = {row.key: row.ms for row in plan.prices}, np.zeros(world, np.int64)
+    limits, stored = plan.limits, [plan.limits.fixed_bytes_of(rank) for rank in range(world)]
     members = grouped((way.redundant[i], i) for i in order if i in way.redundant)
     for parts, mine in sorted(members.items(), key=lambda pair: (-len(pair[0][0]), pair)):
         chosen, places = tuple(specs.matrices[i] for i in mine), len(parts[0])
@@ -309,17 +306,24 @@ def _with_copies(
             numbers = tuple(mine[i] for i in batch.matrices)
             batches.append(replace(batch, owner=copies[0], matrices=numbers, copies=copies))
             busy[[*copies]] += problem.ticks(batch.ms)
+            for rank in copies:
+                own = (limits.state_bytes(i, specs.matrices[i], plan.layout) for i in numbers)
+                stored[rank] += sum(own)
+    cap, fullest = limits.memory_bytes, max(stored)
+    if cap is not None and fullest > cap:
+        raise PlanError(
+            f"owner_memory_bytes={cap:,} does not fit all copies, with which rank "
+            f"{stored.index(fullest)} keeps {fullest:,} bytes: pass redundancy=1, or a larger cap"
+        )
+    limits = replace(limits, fixed_bytes=tuple(stored))
     remaining = build_problem(
-        specs.matrices, world, plan.limits, prices, plan.layout, without=way.redundant, busy=busy
+        specs.matrices, world, limits, prices, plan.layout, without=way.redundant, busy=busy
     )
     found = SOLVERS[solver](remaining, baselines(remaining, order, spent=budget.spent), budget)
     owners = _owners(specs, plan.topology, remaining, found.counts, order)
     batches += _batches(remaining, owners, order, plan.prices)
     position = {i: at for at, i in enumerate(order)}
     made = replace(plan, batches=tuple(sorted(batches, key=lambda b: position[b.matrices[0]])))
-    cap = plan.limits.memory_bytes
-    if cap is not None and max(made.state_bytes) > cap:
-        raise PlanError(f"owner_memory_bytes={cap} does not fit all copies: pass redundancy=1")
     is_optimal = made.makespan_ms <= made.lower_bound_ms
     status = "optimal" if is_optimal else "time_limit" if budget.hit else "feasible"
     search = replace(plan.search, hit_time_limit=budget.hit)

@@ -432,7 +432,7 @@ ON_TWO = [
 ]
 
 
-def without_air(rows):
+def near_tolerance(rows):
     """Rows of float32 weights that use more than half of their tolerance. Rows that are judged by a
     yardstick may use all of theirs: a yardstick is itself a rounding, which depends on the CPU. So
     may cautious ones: where an update is nearly zero, rounding decides whether it decays."""
@@ -452,7 +452,7 @@ def test_the_command_passes_and_prints_a_table(capsys, tmp_path):
     assert [(r["layout"], r["case"], r["mesh"]) for r in rows] == ON_TWO
     promised = {"dtype", "steps", "max_abs_diff", "yardstick", "tolerance", "passed"}
     assert promised <= set(rows[0])
-    assert without_air(rows) == []
+    assert near_tolerance(rows) == []
 
 
 def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
@@ -463,7 +463,7 @@ def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
     # Two of them may be equal by chance, being small multiples of a rounding; not all five.
     of_seed = [[(r["yardstick"], r["difference"]) for r in rows if r["seed"] == n] for n in (0, 1)]
     assert of_seed[0] != of_seed[1]
-    assert without_air(rows) == []
+    assert near_tolerance(rows) == []
 
 
 def test_the_command_fails_on_planted_faults(capsys):

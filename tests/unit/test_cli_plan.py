@@ -510,7 +510,7 @@ def test_the_report_tells_the_step_on_the_network_card_that_is_named(capsys, tmp
     text = " ".join(capsys.readouterr().out.split())
     assert "simulated (each matrix once" in text and "ms on links: the links bind" in text
     assert main([*command, "--nic", "fast"]) == 2
-    assert "'fast' is no network card" in capsys.readouterr().err
+    assert "'fast' is no link rate" in capsys.readouterr().err
 
 
 # ---- what pages quote --------------------------------------------------------------------
