@@ -54,7 +54,7 @@ SHARDED = ("AdamW", *SHARDED_BASELINES, *RUN, "dmuon async", "dmuon dedicated")
 REPLICATED = ("AdamW", "torch.optim.Muon", "round robin", "dmuon", "dmuon reduced to owner",
               "dmuon dedicated")  # fmt: skip
 
-ORDER = dict.fromkeys((*SHARDED[:4], *REPLICATED[:4], *PERIODS, *SHARDED, *REPLICATED))  # of tables
+ORDER = dict.fromkeys((*SHARDED[:4], *REPLICATED[:4], *SHARDED, *REPLICATED))  # of tables
 
 
 @dataclass(frozen=True)
@@ -290,52 +290,22 @@ def _link(row: Row) -> str:
 
 
 def _steps(cases: Cases, title: Callable[[Row], str]) -> str:
-    """Of those in all cases: a training step relative to AdamW's, and in seconds; `step` in ms; MB
-    of a link."""
-    firsts = [next(iter(case.values())) for case in cases.values()]
-    headings = [f"{title(row)}: x AdamW (s)" for row in firsts]
-    headings += [f"{title(row)}: `step` ms" for row in firsts]
-    headings += [f"{title(row)}: MB" for row in firsts]
+    """A training step by optimizer and case, relative to AdamW's and in seconds.
+
+    Only optimizers that ran in every case have a row.
+    """
+    headings = [title(next(iter(case.values()))) for case in cases.values()]
     names = [name for name in ORDER if all(name in case for case in cases.values())]
     lines = []
     for name in names:
         found = [case[name] for case in cases.values()]
-        cells = [f"{r['over_AdamW']:.2f} ({r['mean_ms'] / 1e3:.1f})" for r in found]
-        cells += [f"{r['step_ms']:.0f}" for r in found]
-        cells += [f"{r['link_bytes'] / 1e6:.0f}" for r in found]
+        cells = [f"{r['over_AdamW']:.2f} ({r['mean_ms'] / 1e3:.1f} s)" for r in found]
         lines.append((_named(name), *cells))
-    return table(("", *headings), lines)
+    return table(("times AdamW's step", *headings), lines)
 
 
 def _named(name: str) -> str:
     return f"**{name}**" if name == "dmuon" else name.replace("inf", "∞")
-
-
-def _floors(rows: Sequence[Row]) -> str:
-    """What dmuon takes more than AdamW, in units of the arithmetic that cannot be avoided."""
-    lines = []
-    for name, case in _cases(rows).items():
-        for ours in ("dmuon", "dmuon P=5"):
-            if ours in case and "AdamW" in case:
-                mine, theirs = case[ours], case["AdamW"]
-                floor_ms = mine["floor_ms"]
-                more = {key: mine[key] - theirs[key] for key in ("mean_ms", "step_ms")}
-                cells = [f"{value:.0f} ({value / floor_ms:.2f})" for value in more.values()]
-                whole = f"{floor_ms / theirs['mean_ms']:.0%}"
-                lines.append((name, ours, f"{floor_ms:.0f}", whole, *cells))
-    headings = ("case", "", "floor ms", "of AdamW's step", "more per training step: ms (x floor)",
-                "more in `step`: ms (x floor)")  # fmt: skip
-    return table(headings, lines, left=2)
-
-
-def _periods(rows: Sequence[Row]) -> str:
-    """What each period takes more than AdamW."""
-    lines = []
-    for name, case in _cases(rows).items():
-        if "dmuon P=5" in case and case["dmuon"]["world"] > 1:
-            more = [case[n]["over_AdamW"] - 1 for n in ("dmuon", *PERIODS)]
-            lines.append((name, *(f"{100 * value:.0f}%" for value in more)))
-    return table(("extra time over AdamW", "P = 1", "2", "5", "20", "∞"), lines)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -354,8 +324,6 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
             {name: case for name, case in scaled if "2x2" not in name},
             lambda row: f"{row['nodes']} x {row['ranks_per_node']}",
         ),
-        "floors": _floors(rows),
-        "periods": _periods(rows),
     }
 
 

@@ -365,8 +365,16 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         "tier_a": others["A"],
         "steps": others["steps"],
         "headlines": published.headline_table(_of(rows, "headline")),
-        **{row["walk"]: "\n".join(["```text", *row["lines"], "```"]) for row in _of(rows, "walk")},
+        **{row["walk"]: _walk(row["lines"]) for row in _of(rows, "walk")},
     }
+
+
+def _walk(lines: Sequence[str]) -> str:
+    """What a command printed, without the explanations of single settings."""
+    settings = next(place for place, text in enumerate(lines) if text.startswith(" setting "))
+    first = lines.index("", settings)
+    last = next(place for place, text in enumerate(lines) if text.startswith("With costs "))
+    return "\n".join(["```text", *lines[: first + 1], *lines[last:], "```"])
 
 
 def _errors(found: Sequence[Row]) -> str:
@@ -424,10 +432,8 @@ def _scales(found: Sequence[Row]) -> str:
                 row = of.get((model, world, way))
                 over = row["ms"] / (row["adamw_ms"] or base) - 1 if row else None
                 cells.append("" if over is None else f"{over:+.1%}")
-            seconds = max(row["seconds"] for key, row in of.items() if key[:2] == (model, world))
-            peak = max(row["peak_bytes"] for key, row in of.items() if key[:2] == (model, world))
-            lines.append((model, world, *cells, f"{seconds:.0f}", f"{peak / 2**30:.1f}"))
-    return table(("", "ranks", *WAYS, "at most, s", "GiB"), lines)
+            lines.append((model, world, *cells))
+    return table(("", "ranks", *WAYS), lines)
 
 
 def _inits(found: Sequence[Row]) -> str:

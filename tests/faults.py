@@ -6,7 +6,7 @@
     python -m tests.faults --short                         (in CI)
     python -m tests.faults --point verdict --layout hsdp   (one)
     python -m tests.faults --hangs                         (a rank stops and is not dead)
-    python -m tests.faults --markdown                      (all: the table of docs/reliability.md)
+    python -m tests.faults --markdown                      (all of them, as a table)
 
 A fault is a point at which one rank of a layout kills itself with SIGKILL, or stops with SIGSTOP.
 Then every other rank must end by itself, soon (when the timeout is over, if one hangs), and with an

@@ -1,7 +1,6 @@
 """What Triton makes of the kernels for GPUs: no spills, tensor cores, memory that fits.
 
-Compiled without a GPU, with the assembler that comes with Triton. ``python -m
-tests.unit.test_triton_compile`` writes the table in docs/kernels.md anew.
+Compiled without a GPU, with the assembler that comes with Triton.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.results import table
 from dmuon.kernels import triton_lists, triton_syrk
 from dmuon.kernels.triton_syrk import TILES, TILES_FLOAT32, Tile, tiles_for
 
@@ -123,7 +119,6 @@ GATE = [
     *((arch, tile, MOST) for arch in (80, 100) for tile in tiles_for((arch // 10, 0))),
     *((arch, DEFAULT, use) for arch in (80, 100) for use in USES if "X" in use or "cut" in use),
 ]
-PINNED = "3.7.1"
 PROGRAMS = {(90, DEFAULT): 2}
 """How many share a multiprocessor; else nothing computes while a tile is stored."""
 
@@ -152,14 +147,9 @@ def product(
     return compiled(triton_syrk.symm_kernel, types, options, arch, unaligned)
 
 
-@cache
-def gated(arch: int, tile: Tile, use: str) -> Compiled:
-    return product(arch, tile, **USES[use])
-
-
 @pytest.mark.parametrize(("arch", "tile", "use"), GATE, ids=str)
 def test_products_are_fast(arch, tile, use):
-    found, programs = gated(arch, tile, use), PROGRAMS.get((arch, tile), 1)
+    found, programs = product(arch, tile, **USES[use]), PROGRAMS.get((arch, tile), 1)
     programs = 1 if "cut" in use else programs
     assert found.spilled == 0, found
     assert programs * found.registers * 32 * tile.warps <= 65536, found
@@ -167,36 +157,6 @@ def test_products_are_fast(arch, tile, use):
     assert found.wide_stores > 0, found
     assert (found.bulk_copies > 0 == found.async_copies) is tile.tma, found
     assert {80: found.mma, 90: found.wgmma, 100: found.tcgen05}[arch] > 0, found
-
-
-def made() -> str:
-    """The table of the page."""
-    lines = []
-    uses = [*USES]
-    for arch, tile, use in sorted(GATE, key=lambda g: (g[0], TILES.index(g[1]), uses.index(g[2]))):
-        one = gated(arch, tile, use)
-        units = {80: f"{one.mma} mma", 90: f"{one.wgmma} wgmma", 100: f"{one.tcgen05} tcgen05"}
-        copies = f"{one.bulk_copies} TMA" if tile.tma else f"{one.async_copies} cp.async"
-        numbers = one.registers, one.spilled, f"{one.shared / 1024:.0f}"
-        lines.append((f"sm_{arch}", f"`{tile}`", use, f"{units[arch]}, {copies}", *numbers))
-    headings = ("GPU", "tile", "what", "instructions", "registers", "spilled bytes", "shared KiB")
-    return table(headings, lines, left=4)
-
-
-PAGE = Path(__file__).parents[2] / "docs/kernels.md"
-
-
-def place_in(page: str) -> tuple[int, int]:
-    start = page.index("<!-- compiled -->\n") + len("<!-- compiled -->\n")
-    return start, page.index("\n<!-- end -->", start)
-
-
-def test_the_page_shows_what_is_compiled():
-    page = PAGE.read_text(encoding="utf-8")
-    assert f"Triton {PINNED} makes" in page
-    if triton.__version__ == PINNED:
-        start, end = place_in(page)
-        assert page[start:end] == made(), "python -m tests.unit.test_triton_compile writes it anew"
 
 
 def test_sizes_that_are_not_even_are_copied_element_by_element():
@@ -285,9 +245,3 @@ def test_small_iterations(arch, size, dtype, spilled):
     # wgmma multiplies 64 rows at a time; float32 has no tensor cores that would do.
     units = found.wgmma if arch == 90 and size >= 64 else found.mma
     assert (units > 0) == (dtype != "fp32"), found
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = place_in(text)
-    PAGE.write_text(text[:begin] + made() + text[end:], encoding="utf-8")
