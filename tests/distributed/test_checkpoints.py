@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved in one layout trains on in any other; `test_variants` tries each pair.
+"""Checkpoints: what is saved in one layout trains on in any other; `test_matrix` draws pairs.
 
 `python -m tests.distributed.test_checkpoints` prints how far they are apart.
 """

@@ -95,9 +95,9 @@ def edits_count(pair: Both, access: Callable[[], Any]) -> None:
 
 OFFLOADED = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    **{name: (2, name, {}) for name in ("dedicated", "reduced", "fsdp2", "tp")},
-    **{name: (2, name, {"publish": "sync"}) for name in ("dedicated fsdp", "reduced ddp", "ddp")},
-    **{name: (4, name, {"publish": "sync"}) for name in ("hsdp", "tp+fsdp")},
+    **{name: (2, name, {}) for name in ("dedicated", "reduced", "fsdp2")},
+    "ddp": (2, "ddp", {"publish": "sync"}),
+    "tp+fsdp": (4, "tp+fsdp", {"publish": "sync"}),
     "offloaded": (2, OFFLOADED, {"period": 2}),
 }
 

@@ -30,13 +30,9 @@ def in_blocks(layout: str | Layout, period: Any, ratio: float | None = 0.7, **ca
     BLOCKS.add(f"{len(BLOCKS)} {period}", layout, only=only, **case)
 
 
-in_blocks("fsdp2", math.inf, None, steps=4)
-in_blocks("tp", 3, steps=5)
-in_blocks("hsdp", 2)
 in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
 in_blocks("ep+fsdp, split experts", math.inf, steps=2)
 in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
-in_blocks("fsdp4", 3, None, steps=5)
 # Weights that are stored (in, out) and cut side by side.
 FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
 in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)

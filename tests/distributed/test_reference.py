@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
-from dmuon.tools.parallel_models import CASES, ParallelModel
+from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import (
@@ -54,19 +54,9 @@ from tests.fused import FusedModel
 from tests.transports import DelayingTransport
 
 BF16 = torch.bfloat16
-EACH = ("dedicated", "reduced", "ddp", "fsdp2")  # one of each kind
 ROWS = Rows()
 
-# ---- settings --------------------------------------------------------------------------------
-
-SETTINGS = [
-    {"momentum_mode": "sgd", "nesterov": True, "momentum": 0.9},
-    {"momentum_mode": "sgd", "nesterov": False, "dampening": 0.1},
-    {"nesterov": False, "adjust_lr_fn": "original", "momentum": 0.3},
-    {"ns_coefficients": "quintic", "ns_steps": 3, "weight_decay": 0.0},
-]
-for settings in SETTINGS:
-    ROWS.add(str(settings), *EACH, muon=settings)
+# ---- settings, models and meshes ----------------------------------------------------------------
 
 
 def numbers_of_numpy(pair, step):
@@ -78,13 +68,9 @@ def numbers_of_numpy(pair, step):
 
 ROWS.add("numbers of numpy", "fsdp2", muon={"ns_steps": 4}, round=numbers_of_numpy)
 
-# ---- models and meshes -----------------------------------------------------------------------
-
-ROWS.add("a plain model", *AT_OWNERS, "ddp", build=Net, steps=5)
 ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", "fsdp2", build=ZooBlocks)
-ROWS.add("on one rank", "dedicated", "dedicated fsdp", "reduced", "fsdp2", world=1, build=Net)
-for case in CASES:
-    ROWS.add(f"mesh {case.name}", case.name)
+for name in ("tp+fsdp", "ep+fsdp, split experts", "hsdp+tp"):
+    ROWS.add(f"mesh {name}", name)
 ROWS.add("replicas of pieces", "dedicated fsdp", world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
 
 
@@ -96,7 +82,7 @@ def in_mixed_batches(pair, step):
 
 # Each matrix is updated by its own rows and columns, also where it shares a batch with transposes.
 for adjust in ("original", None):
-    for build in (Net, Pieces, ZooBlocks):
+    for build in (Net, ZooBlocks):
         for world in (1, 2):
             name = f"{build.__name__} adjusted by {adjust}, {world=}"
             more = {"round": in_mixed_batches} if build is Net and world == 1 else {}
@@ -128,7 +114,7 @@ for adjust in ("original", "match_rms_adamw"):
     ROWS.add(f"fused weights stored (in, out), {adjust}", "fsdp4", steps=6, **fused)
     # Projections that alternate; ranks cut dims of 10 as 3, 3, 3, 1, wherever the steps are.
     fused["select"] = {"splits": FusedModel.interleaved}
-    for name in ("fsdp4", "hsdp", "ddp", "plain", "reduced", "reduced ddp"):
+    for name in ("fsdp4", "hsdp", "reduced ddp"):
         ROWS.add(f"interleaved in {name}, {adjust}", name, steps=3, **fused)
 # Pieces side by side, in the order in which gradients travel to owners.
 ROWS.add("fused weights to owners", "reduced", "reduced ddp", build=FusedModel, select=FUSED)

@@ -1,4 +1,5 @@
-"""Variants of the rule in every layout: as the reference has them, and through checkpoints."""
+"""Variants of the rule: what is refused, and what is kept. The matrix compares each with the
+reference in every layout, and moves its state between layouts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import CorruptionError, OwnershipError
 from tests.distributed.compare import assert_bitwise
-from tests.distributed.harness import Pools, distributed
+from tests.distributed.harness import distributed
 from tests.distributed.layouts import mesh_of
+from tests.distributed.matrix import Damped
 from tests.distributed.test_checkpoints import (
     BATCHES,
     CASES,
@@ -28,39 +30,7 @@ from tests.distributed.test_checkpoints import (
     STEPS,
     Training,
     cases,
-    print_table,
 )
-
-
-class Damped(dmuon.Rule):
-    """A user's: what is large again and again is damped, by a moment per element."""
-
-    state = (dmuon.StateSpec("size", "element"), dmuon.StateSpec("count", "matrix"))
-
-    def __init__(self, beta: float = 0.5) -> None:
-        self.beta = beta
-
-    def accept(self, update: Tensor, state: Any) -> Tensor:
-        state["count"].add_(1)
-        state["size"].lerp_(update.abs().float(), 1 - self.beta)
-        return update / (1 + state["size"] * state["count"].view(-1, 1, 1)).to(update.dtype)
-
-
-# Settings, how far from the reference weights may be, and layouts. Momentum in bfloat16 rounds to
-# another neighbour where gradients differ in their last bit. Where an update is all but zero,
-# rounding decides whether an element decays: one such step is tolerated.
-SETTINGS: dict[str, tuple[dict[str, Any], float, list[str]]] = {
-    "normuon": (
-        {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 8e-4},
-        1e-5,
-        list(CASES),
-    ),
-    "narrow": (
-        {"variant": Damped(0.7), "momentum_dtype": "bfloat16"},
-        2e-3,
-        ["ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp3", "tp+fsdp", "ep"],
-    ),
-}
 
 
 def small_model() -> ParallelModel:
@@ -90,41 +60,6 @@ def reference(settings: dict[str, Any]) -> dict[str, Tensor]:
 def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(float((found[n] - w).abs().max()) for n, w in expected.items())
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_variants_follow_the_reference_and_their_state_goes_between_layouts(
-    pools: Pools, tmp_path: Any, kind: str
-) -> None:
-    """Each layout loads the checkpoint of another one, and its own, from which it goes on to the
-    bit."""
-    settings, tolerance, names = SETTINGS[kind]
-    expected, arguments = reference(settings), {"folder": str(tmp_path), **settings}
-    module = Training.__module__
-    for name in names:
-        pools(CASES[name].world).run(module, "save", {"name": name, **arguments})
-        distance = far(torch.load(tmp_path / f"{name}.pt"), expected)
-        assert distance <= tolerance, (name, distance)
-    for number, name in enumerate(names):
-        others = [names[(number + n) % len(names)] for n in (5, 0)]
-        asked = {"name": name, "others": others, **arguments}
-        ranks = pools(CASES[name].world).run(module, "load", asked)
-        for distances in ranks:
-            assert list(distances) == others and distances[name] == 0.0, (name, distances)
-            assert max(distances.values()) <= tolerance, (name, distances)
-
-
-def test_the_variants_are_no_muon() -> None:
-    """Each option moves weights further than a distributed run may be from its reference."""
-    options: dict[str, dict[str, Any]] = {}
-    for settings, *_ in SETTINGS.values():
-        options |= {name: {name: value} for name, value in settings.items()}
-    decay = options.pop("weight_decay")
-    options["cautious_weight_decay"] |= decay
-    plain, decayed = reference({}), reference(decay)
-    for name, settings in options.items():
-        expected, least = (decayed, 1.5e-5) if "cautious" in name else (plain, 1e-4)
-        assert far(reference(settings), expected) > least, name
 
 
 WRONG = [
@@ -329,11 +264,3 @@ def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str
     )
     assert narrow < plain
     training(narrow, torch.float32, momentum_dtype="bfloat16").opt.report()
-
-
-if __name__ == "__main__":
-    from tests.distributed import test_variants as named  # as the ranks know it
-
-    for kind, (settings, *_) in named.SETTINGS.items():
-        print(f"\n{kind}\n")
-        print_table(**settings)

@@ -441,7 +441,7 @@ class Trained:
         self.rank, self.ranks = data_place(mesh)
         self.model, asked = laid.wrap(model, mesh), dict(planning or {})
         if laid.own:
-            own = dmuon.dedicate_params(self.model, mesh, **laid.own, **asked)
+            own = dmuon.dedicate_params(self.model, mesh, **{**laid.own, **asked})
             asked = {}
             if laid.shard_rest:
                 fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)

@@ -1,0 +1,205 @@
+"""Every layout with every option and every kind of gradients, beside one process; see `matrix`.
+
+`python -m tests.distributed.test_matrix --rounds 50` draws other cases than the tests do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+import tempfile
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import matrix
+from tests.distributed.harness import Pools
+from tests.distributed.matrix import (
+    LAYOUTS,
+    OPTIONS,
+    Case,
+    Piece,
+    covering,
+    expected_of,
+    simplest,
+)  # fmt: skip
+
+TOLERANCE = 1e-6
+
+
+def found_of(
+    cases: list[Case], pools: Pools, module: str = matrix.__name__
+) -> list[dict[str, Any]]:
+    """What the ranks of each case have: all cases of a world in one call of the module's `half`."""
+    found: list[dict[str, Any]] = [{} for _ in cases]
+    with tempfile.TemporaryDirectory() as folder:
+        work = [(case, f"{folder}/{n}") for n, case in enumerate(cases)]
+
+        def run(numbers: list[int], layout: str, **more: Any) -> None:
+            if not numbers:
+                return
+            ranks = pools(LAYOUTS[layout].world).run(
+                module, "half", {"work": [work[n] for n in numbers], **more}
+            )
+            for n, results in zip(numbers, zip(*ranks), strict=True):
+                losses, states, stats = zip(*results)
+                assert {*states[1:]} <= {hashlib.sha256(states[0]).digest()}, cases[n]
+                sums = [sum(each) / copies(layout) for each in zip(*losses)]
+                sums = found[n].get("losses", []) + sums
+                found[n] = {"losses": sums, "state": states[0], "stats": stats}
+
+        run([*range(len(cases))], cases[0].layout)
+        for name in LAYOUTS:
+            then = [n for n, case in enumerate(cases) if case.then and case.other == name]
+            run(then, name, saved=[found[n]["state"] for n in then])
+    return found
+
+
+def copies(name: str) -> int:
+    """How many ranks have the same data."""
+    return dict(zip(LAYOUTS[name].axes, LAYOUTS[name].mesh or ())).get("tp", 1)
+
+
+def off(found: Tensor, expected: Tensor) -> Tensor:
+    return (found.double() - expected.double()).abs()
+
+
+def compare(case: Case, found: dict[str, Any]) -> None:
+    """Raise AssertionError where losses, weights or state are not those of one process."""
+    expected = expected_of(case)
+    # bfloat16 outputs of a forward pass are not exact.
+    exact = not case.masters and case.ns_dtype == "float32"
+    tolerances = (1e-5, 1e-4) if exact else (2e-2, 0.5)
+    for step, (one, other) in enumerate(zip(found["losses"], expected["losses"], strict=True)):
+        if not (case.is_bad(step) and case.gradients == "not finite"):
+            told = f"loss {one} at step {step}, not {other}"
+            assert math.isclose(one, other, rel_tol=tolerances[0], abs_tol=tolerances[1]), told
+    # The last bit of an operand may round otherwise in half precision, as may momentum of gradients
+    # that are multiplied with a norm.
+    is_rounded = case.ns_dtype == "bfloat16" or bool(case.momentum_dtype and case.clip)
+    whole = matrix.unpacked(found["state"])
+    weights, state = whole["model"], whole["optim"]["state"]
+    for name, weight in expected["weights"].items():
+        mine = state.get(name, {})
+        now = mine.get("master_weight", weights[name])
+        if not now.numel():
+            continue
+        difference, change = off(now, weight), weight - expected["start"][name]
+        rounded = case.masters and "master_weight" not in mine
+        allowed = 2**-8 * float(weight.abs().max()) if rounded else TOLERANCE
+        if is_rounded:
+            ratio = float(difference.norm() / (change.norm() + allowed))
+            assert ratio <= 0.1, (name, ratio)
+        elif case.cautious:  # where an update is all but zero, rounding decides what decays
+            assert (difference > allowed).float().mean() <= 0.02, (name, float(difference.max()))
+        else:
+            assert difference.max() <= allowed, (name, float(difference.max()))
+        if "master_weight" in mine:
+            assert torch.equal(weights[name], now.to(torch.bfloat16)), name
+        for key, value in expected["state"].get(name, {}).items():
+            value = torch.as_tensor(value)
+            unit = 2**-7 if is_rounded and mine[key].dtype == torch.bfloat16 else TOLERANCE
+            allowed = unit * max(1.0, float(value.abs().max()))
+            assert off(mine[key], value).max() <= allowed, (name, key)
+    groups = whole["optim"]["param_groups"]
+    assert all(g.get("muon_step", matrix.STEPS) == matrix.STEPS for g in groups)
+    bad = sum(map(case.is_bad, range(matrix.STEPS))) if not case.then else 0
+    assert all(told["finite"] and told["skipped"] >= bad for told in found["stats"])
+
+
+def check(cases: list[Case], pools: Pools) -> None:
+    """Compare each case with one process. AssertionError where something differs, of the simplest
+    case that does."""
+    failed = False
+    try:
+        for case, found in zip(cases, found_of(cases, pools), strict=True):
+            compare(case, found)
+    except AssertionError as error:
+        if len(cases) == 1:
+            raise AssertionError(f"{cases[0]}: {error}") from None
+        failed = True
+
+    def fails(case: Case) -> bool:
+        return case.is_consistent and why(case, pools) != ""
+
+    for case in cases if failed else ():
+        if fails(case):
+            small = simplest(case, fails)
+            pytest.fail(f"{small}: {why(small, pools)}")
+    assert not failed, f"{cases} fail together and none alone"
+
+
+def why(case: Case, pools: Pools) -> str:
+    """How the case fails, if it does."""
+    try:
+        check([case], pools)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_as_one_process_does(pools: Pools, layout: str) -> None:
+    check(covering(layout), pools)
+
+
+def test_cases_cover_what_is_legal() -> None:
+    """Each layout with each value of each option, kinds of gradients among them."""
+    for layout in LAYOUTS:
+        drawn = covering(layout)
+        assert all(case.is_consistent for case in drawn)
+        for option, values in OPTIONS.items():
+            met = {getattr(case, option) for case in drawn}
+            assert met == {v for v in values if matrix.is_legal(layout, option, v)}, option
+    assert {case.other for name in LAYOUTS for case in covering(name)} >= {*LAYOUTS}
+
+
+@pytest.mark.parametrize(
+    "option", ["variant", "momentum_dtype", "cautious", "period", "clip", "rule", "adjust"]
+)
+def test_an_option_that_is_ignored_would_be_seen(option: str) -> None:
+    """It moves weights further than a distributed run may be from its reference."""
+    pieces = Piece("linear", 8, 5), Piece("fused", 4, 6, 2), Piece("biased", 5, 9)
+    plain = Case("fsdp2", pieces)
+    before = expected_of(plain)["weights"]
+    for value in OPTIONS[option][1:]:
+        after = expected_of(plain.with_(**{option: value}))["weights"]
+        far = max(float(off(after[name], weight).max()) for name, weight in before.items())
+        assert far > 10 * TOLERANCE or value == math.inf, value
+
+
+def test_a_failing_case_is_made_simple() -> None:
+    """A stand-in for a fault that only some shapes and one option show."""
+
+    def fails(case: Case) -> bool:
+        return case.publish == "sync" and any(p.kind == "conv" and p.rows > 2 for p in case.pieces)
+
+    case = next(c for n in count() for c in covering("hsdp", n) if fails(c))
+    small = simplest(case, fails)
+    assert fails(small) and dict(small.chosen).keys() == {"publish"} and len(small.pieces) == 2
+    assert small.pieces[1].cols == 1 and small.pieces[1].rows <= 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="sets of cases per layout")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    pools = Pools()
+    for seed in range(given.seed, given.seed + given.rounds):
+        for layout in LAYOUTS:
+            try:
+                check(covering(layout, seed), pools)
+            except (AssertionError, pytest.fail.Exception) as error:
+                sys.exit(f"seed {seed}: {error}")
+        print(f"seed {seed}: as one process", flush=True)
+    pools.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Planted faults: changes to the code that would make it wrong, and the tests that must notice.
+
+::
+
+    python -m tests.planted                    (all; CI does not run it)
+    python -m tests.planted momentum verdict   (rows that name these)
+
+Each row is planted in a copy of the tree, where its tests are run: they must fail. A row whose text
+is no longer found is stale: write it anew, or delete it with the mechanism that it was about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` in ``file`` becomes ``new``, and one of ``tests`` must fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def matrix(*layouts: str) -> tuple[str, ...]:
+    test = "tests/distributed/test_matrix.py::test_layouts_train_as_one_process_does"
+    return tuple(f"{test}[{layout}]" for layout in layouts)
+
+
+def distributed(*tests: str) -> tuple[str, ...]:
+    return tuple(f"tests/distributed/{test}" for test in tests)
+
+
+RULE, PARAMS, OWNERS = "dmuon/rule.py", "dmuon/step/on_params.py", "dmuon/step/at_owners.py"
+REDUCER, VERDICT = "dmuon/comm/reducer.py", "dmuon/step/verdict.py"
+
+FAULTS = [
+    Fault(
+        "nesterov uses mu instead of mu squared", RULE,
+        "torch._foreach_lerp_(out, grads, _lerp_weight(h.momentum, out[0]))", "pass",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "dampening is ignored", RULE,
+        "alpha=1 - h.dampening", "alpha=1.0", matrix("fsdp2"),
+    ),
+    Fault(
+        "narrow momentum is not written back", RULE,
+        "            buffer.copy_(wide)", "            pass", matrix("reduced2"),
+    ),
+    Fault(
+        "a variant advances the state of skipped matrices", RULE,
+        "torch.where(alive, state[name], kept, out=state[name])", "pass",
+        distributed("test_variants.py::test_a_skipped_step_leaves_what_a_variant_keeps"),
+    ),
+    Fault(
+        "a variant's update is dropped", RULE,
+        "            update.copy_(made)", "            pass", matrix("dedicated2", "fsdp2"),
+    ),
+    Fault(
+        "every element decays where decay is cautious", RULE,
+        "decay=h.decay, lr=lr, stays=mask, cautious=h.cautious", "decay=h.decay, lr=lr, stays=mask",
+        distributed("test_device_branches.py"),
+    ),
+    Fault(
+        "block steps ignore block_lr_ratio", PARAMS,
+        "own = 1.0 if is_whole or ratio is None else ratio", "own = 1.0", matrix("fsdp2", "hsdp"),
+    ),
+    Fault(
+        "the learning rate of a transposed matrix is that of its stack", OWNERS,
+        "    if plain == turned:", "    if True:", matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "the message of a step leaves out found_inf", PARAMS,
+        "inf, late = self._amp.found_inf, self._late", "inf, late = None, self._late",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "gradients are not unscaled", PARAMS,
+        "            if amp.scale is not None and grads:", "            if False:", matrix("fsdp2"),
+    ),
+    Fault(
+        "updates of adamw's parameters are left out at owners", OWNERS,
+        "        self._update_adamw(self._grads, self._verdict)", "        pass",
+        matrix("reduced2"),
+    ),
+    Fault(
+        "masters do not become weights at owners", OWNERS,
+        "            torch._foreach_copy_(targets, payload)", "            pass",
+        matrix("reduced2"),
+    ),
+    Fault(
+        "gradients are summed and not averaged", REDUCER,
+        "self._scale = 1.0 / math.prod(owned.slices.grid.shape[:2])", "self._scale = 1.0",
+        matrix("reduced2"),
+    ),
+    Fault(
+        "a second backward overwrites the first", REDUCER,
+        "view.add_(part, alpha=self._scale)", "view.copy_(part)",
+        distributed("test_programs.py"),
+    ),
+    Fault(
+        "a gradient that is missing here is what was sent before", REDUCER,
+        "                view.zero_()\n", "                pass\n",
+        matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "ranks do not share who has gradients", REDUCER,
+        'self._groups.world.all_reduce(flags, tag="flags", maximum=True).wait()', "pass",
+        matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "the second level of a reduction is left out (HSDP)", REDUCER,
+        "self.relays = is_here and owned.slices.grid.shape[0] > 1", "self.relays = False",
+        matrix("dedicated hsdp"),
+    ),
+    Fault(
+        "a step with a non-finite gradient is taken at owners", OWNERS,
+        "self._verdict = verdict or Verdict(False)", "self._verdict = Verdict(True)",
+        distributed("test_nonfinite.py"),
+    ),
+]  # fmt: skip
+
+
+def tree(folder: Path) -> Path:
+    """A copy of what tests need, beside the same environment."""
+    copy = folder / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "build")
+    shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
+    return copy
+
+
+def outcome(fault: Fault, copy: Path) -> str:
+    """ "caught", "NOT CAUGHT" or "stale"."""
+    path = copy / fault.file
+    honest = path.read_text(encoding="utf-8") if path.exists() else ""
+    if honest.count(fault.old) != 1:
+        return "stale"
+    path.write_text(honest.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(
+            [*command, *fault.tests], cwd=copy, env=environment, capture_output=True, text=True
+        )
+    finally:
+        path.write_text(honest, encoding="utf-8")
+    # 1 is for tests that fail; others are for tests that are not there, or do not run.
+    return {0: "NOT CAUGHT", 1: "caught"}.get(run.returncode, f"no tests: {run.stdout[-300:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the descriptions of rows, or files")
+    names = parser.parse_args().names
+    chosen = [f for f in FAULTS if not names or any(name in f"{f.what} {f.file}" for name in names)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = tree(Path(folder))
+        for fault in chosen:
+            began = time.monotonic()
+            found = outcome(fault, copy)
+            missed += found != "caught"
+            print(f"{found:10} {fault.what} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} are caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
