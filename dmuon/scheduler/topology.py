@@ -12,7 +12,7 @@ N=4, G=8, in XOR order::
     node 3   24  17  10   3  28  21  14   7
 
 Once it is decided how many of each shape every owner takes, `place` gives different owners to
-matrices that travel at the same time, as docs/placement.md explains. There an owner is its position
+matrices that travel at the same time, as docs/scheduler.md explains. There an owner is its position
 in the owner order.
 """
 
@@ -172,7 +172,7 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     """Every ``(node, column)`` of a grid once, in owner order.
 
     In XOR order (see above) where both are powers of two and ``columns >= nodes``; all other grids
-    use a rotation. docs/placement.md says what both promise, and why.
+    use a rotation. docs/scheduler.md says what both promise, and why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]

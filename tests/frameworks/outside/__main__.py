@@ -6,7 +6,7 @@
     python -m tests.frameworks.outside --all --json tests/frameworks/outside/results
     python -m tests.frameworks.outside litgpt --cell clip     # one cell, with its output
 
-With that folder as ``--json`` the table of docs/frameworks/outside.md is written again; without
+With that folder as ``--json`` the table of docs/frameworks/by-name.md is written again; without
 names that is all that is done.
 """
 
@@ -29,7 +29,7 @@ from tests.frameworks.outside.cells import FAILED, PASSED, REPOSITORY, TITLES, C
 from tests.frameworks.outside.environments import ENVIRONMENTS, prepared
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = REPOSITORY / "docs" / "frameworks" / "outside.md"
+PAGE = REPOSITORY / "docs" / "frameworks" / "by-name.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 PACKAGE = "tests.frameworks.outside"
 TIMEOUT_S = 1200
@@ -96,23 +96,19 @@ def _text(cell: Cell) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The page's table: the deviations, and below it what it ran with and why cells are absent."""
+    """The page's table: the deviations, and what each framework ran with."""
     lines = [
-        "| framework | " + " | ".join(TITLES.values()) + " |",
-        "|---" * (1 + len(TITLES)) + "|",
+        "| framework | " + " | ".join(TITLES.values()) + " | with |",
+        "|---" * (2 + len(TITLES)) + "|",
     ]
-    below = []
     for row in rows:
-        name = row["framework"]
         cells = {
             c["name"]: Cell(**{k: c[k] for k in Cell.__dataclass_fields__}) for c in row["cells"]
         }
-        lines.append(f"| {name} | " + " | ".join(_text(cells[c]) for c in TITLES) + " |")
-        versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items())
-        below.append(f"- **{name}** ({versions}, Python {row['python']}, {row['date']})")
-        for title, cell in ((TITLES[c], cells[c]) for c in TITLES):
-            below.append(f"    - {title}: {cell.note}")
-    return "\n".join([*lines, "", *below, ""])
+        version = next(iter(row["versions"].values()))
+        shown = [row["framework"], *(_text(cells[c]) for c in TITLES), f"{version}, {row['date']}"]
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join([*lines, ""])
 
 
 def recorded() -> list[dict[str, Any]]:
