@@ -50,7 +50,7 @@ SHARDED_BASELINES: dict[str, type[baselines.Baseline]] = {
 PERIODS = {"dmuon P=2": 2, "dmuon P=5": 5, "dmuon P=20": 20, "dmuon P=inf": math.inf}
 RUN = ("dmuon", "dmuon P=5", "dmuon P=inf")  # the others mix the steps of these
 MAIN = ("AdamW", "gather-then-compute", *RUN)
-SHARDED = ("AdamW", *SHARDED_BASELINES, *RUN, "dmuon async", "dmuon dedicated")
+SHARDED = ("AdamW", *SHARDED_BASELINES, *RUN, "dmuon dedicated")
 REPLICATED = ("AdamW", "torch.optim.Muon", "round robin", "dmuon", "dmuon reduced to owner",
               "dmuon dedicated")  # fmt: skip
 
@@ -170,7 +170,6 @@ def trained(case: Case, name: str, mesh: DeviceMesh, dtype: torch.dtype) -> Trai
     else:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name.startswith("dmuon"):
-        muon["publish"] = "async" if name == "dmuon async" else "sync"
         muon["period"] = PERIODS.get(name, 1)
         if own is None:
             dmuon.dedicate_params(model, options=options)

@@ -65,7 +65,6 @@ RAN: dict[str, tuple[Layout, Program]] = {
     "AdamW": (Layout.SHARDED, adamw),
     "gather-then-compute": (Layout.SHARDED, redundant_step),
     "dmuon": (Layout.SHARDED, full_step),
-    "dmuon async": (Layout.SHARDED, full_step),
     "dmuon dedicated": (Layout.DEDICATED, owners_step),
     "dmuon P=5": (Layout.SHARDED, full_step),
     "dmuon P=inf": (Layout.SHARDED, block_step),
@@ -111,9 +110,7 @@ def tables_of(rows: Sequence[Row]) -> dict[tuple[int, str], CostTable]:
 # ---- emulated nodes ------------------------------------------------------------------------
 
 
-def job(
-    case: Case, layout: Layout, profiles: dict[tuple[int, str], CostTable], *, is_late: bool = False
-) -> Job:
+def job(case: Case, layout: Layout, profiles: dict[tuple[int, str], CostTable]) -> Job:
     """A case of `benchmarks.end_to_end` as it is simulated."""
     if case.around == "DDP" and layout is Layout.SHARDED:
         layout = Layout.REPLICATED
@@ -131,7 +128,7 @@ def job(
     network = LOOPBACK if case.rate is None else PAYLOAD * bits_per_s(case.rate) / 8 / case.each
     assert costs.rates is not None
     machine = Machine(costs.rates, LOOPBACK, network, is_cpu=True)
-    how = {"is_late": is_late, "shards_rest": case.around != "DDP"}
+    how = {"shards_rest": case.around != "DDP"}
     load = Load(case.tokens, case.model.context)
     return job_of(plan, shards, costs, machine, load, None, **how)
 
@@ -141,7 +138,7 @@ def predicted(
 ) -> tuple[float, float]:
     """Milliseconds of a training step, and of the optimizer in it."""
     layout, program = RAN[name]
-    of = job(case, layout, profiles, is_late=name == "dmuon async")
+    of = job(case, layout, profiles)
     found = simulate(of, program)
     ms, optimizer_ms = found.ms, found.optimizer_ms
     period = PERIODS.get(name, 1)

@@ -47,7 +47,6 @@ SETS = {"8 layers, w=256": (8, 256), "4 layers, w=512": (4, 512)}
 KINDS: Mapping[str, Mapping[str, Callable[..., baselines.Baseline] | None]] = {
     "sharded": {
         "dmuon sync": None,
-        "dmuon async": None,
         "AdamW foreach": None,
         "gather-then-compute": baselines.GatherThenCompute,
         "same-shape buckets": baselines.SameShapeBuckets,

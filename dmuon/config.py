@@ -384,9 +384,10 @@ MIXED_RULES = {
     "adamw_eps": FINITE,
     "adamw_weight_decay": FINITE.or_none(),
 }
+# Arguments of `dmuon.Muon` that are accepted for one release, and ignored.
+RETIRED_RULES = {"publish": _one_of("async", "sync")}
 # What holds for all groups, and is an argument of `dmuon.Muon` alone.
 SWITCH_RULES = {
-    "publish": _one_of("async", "sync"),
     "master_weights": FLAG,
     "block_lr_ratio": FINITE_POSITIVE.or_none(),
     "nonfinite": _one_of("skip", "raise"),

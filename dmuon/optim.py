@@ -111,8 +111,8 @@ class Muon(Optimizer):
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
             "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
             ranks differ.
-        publish: "sync": after `step` weights are current (on CUDA the current stream waits).
-            "async" returns earlier; they are in forward, in `state_dict` and after `synchronize`.
+        publish: "async" is accepted with a warning and ignored: it gained less than 0.1% of a
+            training step. After `step` weights are current (on CUDA the current stream waits).
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
         nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
@@ -189,8 +189,11 @@ class Muon(Optimizer):
         )  # fmt: skip
         both = _betas_of(adamw_betas, betas)
         adamw = config.AdamWDefaults(adamw_lr, both, adamw_eps, adamw_weight_decay)
+        config.checked(config.RETIRED_RULES, {"publish": publish})
+        if publish == "async":
+            warn('dmuon: publish="async" is ignored: drop it', FutureWarning)
         switches = {
-            "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
+            "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
         }  # fmt: skip
         given = read_groups(params)
@@ -521,8 +524,7 @@ class Muon(Optimizer):
             engine.update_others()
         for engine in run.engines:
             engine.finish()
-        if run.switches["publish"] == "sync" or verifies:
-            self.synchronize()
+        self.synchronize()
         run.schedule.advance()
         self._note_progress(self.param_groups)
         for engine in run.engines if verifies else ():

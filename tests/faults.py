@@ -464,7 +464,6 @@ def compared(folder: Path, honest: Path, tolerance: float) -> str:
 
 # ---- all of them -----------------------------------------------------------------------------
 
-ASYNC = {"publish": "async"}
 OWNERS = ("reduce_to_owner", "reduce_to_owner ddp", "dedicated", "dedicated fsdp", "dedicated hsdp")
 LAYOUTS = ("fsdp2", "fsdp4", "hsdp", "tp", "ddp", *OWNERS)
 
@@ -492,11 +491,9 @@ FAULTS = [
     *_of("weights of forward", "dedicated", "dedicated hsdp"),
     *_of("weights of backward", "dedicated fsdp"),
     *_of("publish", "dedicated hsdp"),
-    Fault("waiting for scatter", "fsdp2", ASYNC),
-    Fault("updates", "ddp", ASYNC),
-    Fault("waiting for updates", "ddp", ASYNC),
-    *_of("waiting for updates", "ddp on nodes"),
-    Fault("waiting for publish", "dedicated hsdp", ASYNC),
+    *_of("waiting for scatter", "fsdp2"),
+    *_of("waiting for updates", "ddp", "ddp on nodes"),
+    *_of("waiting for publish", "dedicated hsdp"),
     *_of("planning: process group", "fsdp4", "dedicated"),
     *_of("planning: agreement", "tp", "dedicated hsdp"),
     *_of("planning: the plan", "ddp"),
@@ -524,8 +521,8 @@ SHORT = [
     *_of("forward", "dedicated"),
     *_of("backward", "reduce_to_owner"),
     *_of("before Newton-Schulz", "fsdp2"),
-    Fault("updates", "ddp", ASYNC),
-    Fault("waiting for publish", "dedicated hsdp", ASYNC),
+    *_of("updates", "ddp"),
+    *_of("waiting for publish", "dedicated hsdp"),
     *_of("planning: the plan", "dedicated"),
     *_of("save: half of the data", "fsdp2"),
     *_of("async_save: half of the data", "fsdp2"),

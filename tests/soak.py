@@ -112,7 +112,6 @@ class Phase(Trained):
             adamw_lr=0.02 * ADAMW,
             ns_dtype=torch.float32,
             period=self.period,
-            publish=dice.choice(["sync", "async"]),
         )
         self.opt.report()  # plans: torch would have an optimizer without state take a step
         if saved is not None:

@@ -1,28 +1,19 @@
 """Hooks into a model, and what is read from it: wait points, its parameters, FSDP2's units.
 
-Forward waits for published values before each layer, and before what is in no layer. Layers are
-what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and `Sequential`. A
+In `dedicated`, forward waits for weights before each layer, and before what is in no layer. Layers
+are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and `Sequential`. A
 layer waits for all of its weights, because not every module calls its children
 (`nn.MultiheadAttention` never calls ``out_proj``). The modules inside a layer wait too, in case
-someone calls them without it; in compiled code they do not, so as not to break its graph. A weight
-can also be read without any call, so `step` waits for what a training forward missed (`Coverage`).
-
-FSDP2 gathers a unit in a forward pre-hook of its modules, and units named by
-``set_modules_to_forward_prefetch`` even earlier; published values have to be there by then. That
-list, the modules of a shared unit and the stream that reads shards have no public name; they are
-read here alone.
+someone calls them without it; in compiled code they do not, so as not to break its graph.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
 from operator import is_
-from types import MethodType
 from typing import Any
 
 import torch
@@ -32,7 +23,6 @@ from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
 Remove = Callable[[], None]
-Wait = Callable[[Sequence[int], bool], None]  # for these buckets; whether it is the root that waits
 
 # These are never called themselves; a Sequential is, and calls its members.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -96,54 +86,6 @@ def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) ->
         if m is root or not isinstance(m, _UNCALLED)
     ]
     return [point for point in points if point.parameters or point.is_root]
-
-
-class Coverage:
-    """Calls ``wait`` at each wait point of a forward pass, for the buckets that it needs, ``drain``
-    before state dicts are made or loaded, and knows which buckets of updates the pass has missed.
-    ``buckets_of``: those with a part of each parameter, by its id."""
-
-    def __init__(
-        self,
-        points: Sequence[WaitPoint],
-        buckets_of: Mapping[int, Collection[int]],
-        wait: Wait,
-        drain: Callable[[], None],
-    ) -> None:
-        self._waited = [point.parameters for point in points]
-        self._buckets_of = buckets_of
-        self._passed: set[int] = set()
-        self._missed: dict[frozenset[int], list[int]] = {}
-
-        def before(number: int, needed: Sequence[int], at_root: bool, *_: Any) -> None:
-            if torch.is_grad_enabled():
-                self._passed.add(number)
-            wait(needed, at_root)
-
-        self.removers: list[Remove] = []
-        drained = Hook(lambda *_: drain())
-        for number, point in enumerate(points):
-            act = partial(before, number, self._buckets(point.parameters), point.is_root)
-            # Traced, it would recompile whenever other updates are under way.
-            waits, module = Hook(opaque(act, point)), point.module
-            self.removers += (
-                module.register_forward_pre_hook(waits, prepend=True).remove,
-                module.register_state_dict_pre_hook(drained).remove,
-                module.register_load_state_dict_pre_hook(drained).remove,
-            )
-
-    def _buckets(self, parameters: Iterable[int]) -> list[int]:
-        return sorted(set().union(*(self._buckets_of.get(i, ()) for i in parameters)))
-
-    def take_missed(self) -> list[int]:
-        """The buckets that no point passed in training waited for; begins anew."""
-        key = frozenset(self._passed)
-        self._passed.clear()
-        if key not in self._missed:
-            waited = frozenset().union(*(self._waited[i] for i in key))
-            missed = frozenset().union(*self._waited) - waited
-            self._missed = {key: self._buckets(missed)}  # the same forward, step after step
-        return self._missed[key]
 
 
 # ---- hooks -----------------------------------------------------------------------------------
@@ -281,82 +223,8 @@ def refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
         )
 
 
-def fsdp_wait_points(model: nn.Module) -> list[WaitPoint]:
-    """A wait point for each module that makes FSDP2 gather a unit: it needs the whole unit."""
-    modules = _fsdp_modules(model.modules())
-    every = set(modules)
-    needed: dict[int, set[int]] = defaultdict(set)  # by unit, which may have several modules
-    for m in modules:
-        needed[id(m._get_fsdp_state())].update(parameter_ids(m, every))
-    return [WaitPoint(m, frozenset(needed[id(m._get_fsdp_state())])) for m in modules]
-
-
 def fsdp_roots(model: nn.Module) -> list[Any]:
     """The outermost modules that were given to `fully_shard`."""
     modules = _fsdp_modules(model.modules())
     inside = {child for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if m not in inside]
-
-
-class Gathers:
-    """Whether and where units are gathered; may change at any time, so it is looked up anew."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        # Weak: what belongs to an ownership must not keep the model.
-        self._modules = weakref.WeakSet(_fsdp_modules(model.modules()))
-        self._device_module = torch.get_device_module(device)
-
-    def _states(self) -> list[Any]:
-        return [m._get_fsdp_state() for m in self._modules]
-
-    def ahead(self) -> bool:
-        """Whether any unit gathers others ahead of time, or the order of gathering is unknown."""
-        # Where torch keeps the list elsewhere, it is assumed to be in use.
-        return any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()) or (
-            bool(self._modules) and not self._streams()
-        )
-
-    def by_other_methods(self) -> bool:
-        """Whether `register_fsdp_forward_method` made a method gather, which calls no hook."""
-        # It puts a bound method into the module; as others do with ``forward``, between hooks.
-        return any(
-            isinstance(value, MethodType) and value.__self__ is module and name != "forward"
-            for module in self._modules
-            for name, value in vars(module).items()
-        )
-
-    def readers_wait(self) -> None:
-        """Make the streams that read shards wait for what was written on the current one."""
-        # FSDP2 does so when the root's forward begins, and for a unit inside not again.
-        current = self._device_module.current_stream()
-        for stream in self._streams().values():
-            stream.wait_stream(current)
-
-    def _streams(self) -> dict[int, Any]:
-        """None before the first forward pass: what its root does then is enough."""
-        contexts = [getattr(s, "_comm_ctx", None) for s in self._states()]
-        streams = [getattr(c, "all_gather_copy_in_stream", None) for c in contexts]
-        return {id(stream): stream for stream in streams if stream is not None}
-
-
-def drain_before_unshard(model: nn.Module, drain: Callable[[], None]) -> list[Remove]:
-    """Call ``drain`` before every ``module.unshard()`` of the user's, which calls no hook."""
-
-    def wrapped(module: Any) -> Remove:
-        reference = weakref.ref(module)
-        unshard = type(module).unshard
-
-        @wraps(unshard)
-        def drained(*args: Any, **kwargs: Any) -> Any:
-            drain()
-            return unshard(reference(), *args, **kwargs)
-
-        module.unshard = drained
-
-        def remove() -> None:
-            if (alive := reference()) is not None and vars(alive).get("unshard") is drained:
-                del alive.unshard
-
-        return remove
-
-    return [wrapped(module) for module in _fsdp_modules(model.modules())]

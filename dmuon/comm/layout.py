@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.hooks import Coverage, ParameterWatch, Wait, WaitPoint, fsdp_roots
+from dmuon.comm.hooks import ParameterWatch, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -55,7 +54,6 @@ class LayoutRuntime(ABC):
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._sync = True
         self._watch: ParameterWatch | None = None  # where nothing else notices replaced parameters
-        self._coverage: Coverage | None = None  # of the buckets of updates, where hooks wait
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
@@ -101,17 +99,6 @@ class LayoutRuntime(ABC):
         for root in () if model is None else fsdp_roots(model):
             root.set_requires_gradient_sync(sync)
         return previous
-
-    def _wait_at(
-        self, points: Sequence[WaitPoint], buckets: Iterable[Iterable[int]], wait: Wait
-    ) -> None:
-        """Wait at these points, as `Coverage` does, for buckets with updates of parameters."""
-        buckets_of: dict[int, set[int]] = defaultdict(set)
-        for b, parameters in enumerate(buckets):
-            for p in parameters:
-                buckets_of[id(self.parameters[p])].add(b)
-        self._coverage = Coverage(points, buckets_of, wait, self.synchronize)
-        self._removers += self._coverage.removers
 
     @abstractmethod
     def close(self) -> None:

@@ -29,7 +29,7 @@ from torch.profiler import record_function
 
 from dmuon.comm import reducer as reduction
 from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, rooms
-from dmuon.comm.hooks import ParameterWatch, wait_points
+from dmuon.comm.hooks import Hook, ParameterWatch
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Turns, all_gathers
 from dmuon.comm.process_groups import ProcessGroups
@@ -278,14 +278,11 @@ class ReducedRuntime(OwnersRuntime):
             self._removers += reduction.hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
 
-        def wait(needed: Sequence[int], at_root: bool) -> None:
-            if at_root and self._ddp is None:
-                # A backward that raised left its round open; the others count on its end.
-                reducer.finish()
-            self._wait_for(needed)
-
-        buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._buckets]
-        self._wait_at(wait_points(model), buckets, wait)
+        if ddp is None:
+            # A backward that raised left its round open; the others count on its end.
+            finish = Hook(torch.compiler.disable(lambda *_: reducer.finish()))
+            handle = model.register_forward_pre_hook(finish, prepend=True)
+            self._removers.append(handle.remove)
 
     def _begin_round(self, reducer: reduction.GradientReducer) -> None:
         """Apply the updates first, because gradients take their memory."""
@@ -363,9 +360,6 @@ class ReducedRuntime(OwnersRuntime):
         while leaving:
             leaving = self._sent_on(leaving, apply)
         reducer.clear()
-        # The forward that led here read these without passing their wait point.
-        assert self._coverage is not None
-        self._wait_for(self._coverage.take_missed())
 
     def _sent_on(self, leaving: Sequence[int], apply: Apply) -> list[int]:
         """Launch the next turn of each bucket, the newest bucket first. Return the buckets that

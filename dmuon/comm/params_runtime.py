@@ -6,7 +6,6 @@
     step       norms and verdict ---all-reduce---> everyone
                shards of the operands ---all-to-all---> owners: Newton-Schulz
                shards of the updates  <---all-to-all--- owners, then <---all-gather---> replicas
-    forward    before a block runs (and before FSDP2 gathers it): apply the updates of its shards
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class ParamsRuntime(LayoutRuntime):
         self.batch_numel = 0  # of a batch of several blocks, once bound
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
-        self._gathers: hooks.Gathers | None = None
         if model is not None and plan.layout is Layout.REPLICATED:
             self._watch = hooks.ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
@@ -66,12 +64,10 @@ class ParamsRuntime(LayoutRuntime):
         self,
         groups: Sequence[int],
         ns_dtype: torch.dtype,
-        has_hooks: bool,
         memory: Callable[[int], Tensor] | None,
     ) -> None:
-        """Prepare for an optimizer: the param group of each matrix, the dtype that travels, whether
-        updates may be awaited by the next forward (else by `synchronize` alone), and the memory of
-        `Pipeline`."""
+        """Prepare for an optimizer: the param group of each matrix, the dtype that travels,
+        and the memory of `Pipeline`."""
         plan, units = self.plan, units_of(self.plan, groups, one_by_one=self.one_by_one)
         sizes = Sizes.of(self._options, plan)
         self.batch_numel = BATCH_BUCKETS * sizes.room // ns_dtype.itemsize
@@ -81,25 +77,6 @@ class ParamsRuntime(LayoutRuntime):
         self.units = units_for(units, self.shards, plan.topology, self.transport.rank)
         what, how = (self.shards, plan.topology, units, travelling), (self.meter, sizes, like)
         self.pipeline = Pipeline(*what, self.transport, *how, memory=memory, replicas=self._peers)
-        if not has_hooks or (model := self._model()) is None:
-            return
-        self._gathers = gathers = hooks.Gathers(model, self.device)
-        matrices, pipeline = self.plan.specs.matrices, self.pipeline
-
-        def wait(needed: Sequence[int], at_root: bool) -> None:
-            if not pipeline.pending:
-                return
-            with torch.no_grad():
-                # A unit that gathers others ahead of time reads them before their own hooks run.
-                pipeline.apply_pending(pipeline.pending if gathers.ahead() else needed)
-            gathers.readers_wait()
-
-        buckets = [
-            {matrices[i].parameter for _, message in b.updates for i in message.matrices}
-            for b in pipeline.buckets
-        ]
-        self._wait_at([*hooks.wait_points(model), *hooks.fsdp_wait_points(model)], buckets, wait)
-        self._removers += hooks.drain_before_unshard(model, self.synchronize)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether nothing has to travel for a unit."""
@@ -158,21 +135,6 @@ class ParamsRuntime(LayoutRuntime):
         """Sum ``vector`` over all ranks, counted in the meter."""
         self.meter[tag] += vector.nbytes
         return self.transport.all_reduce(vector, tag=tag)
-
-    def apply_missed(self) -> None:
-        """After `Pipeline.run`: apply the updates that no hook of the next forward waits for."""
-        if self._coverage is None or self._gathers is None:
-            return
-        pipeline = self.bound()
-        if self._gathers.by_other_methods():
-            pipeline.apply_pending(pipeline.pending)
-        # The forward that led here read these without passing their wait point.
-        pipeline.apply_pending(self._coverage.take_missed())
-
-    def pass_by(self) -> None:
-        """A step in which nothing travels: forget which hooks the forward before it passed."""
-        if self._coverage is not None:
-            self._coverage.take_missed()
 
     def synchronize(self) -> None:
         if self.pipeline is not None and self.pipeline.pending:

@@ -482,8 +482,8 @@ class Job:
     """All of a training step, with the collectives of whoever is ``around`` the model and moves
     weights and gradients: by the layout FSDP2, DDP, or dmuon where owners keep momentum. Of buckets
     ``ahead`` are under way to owners at once, and ``slots`` on their way back. ``uneven``: what the
-    busiest owner of a layer sends of it, relative to the mean. ``is_late``: publish="async".
-    ``shards_rest``: in `dedicated` FSDP2 has what AdamW updates."""
+    busiest owner of a layer sends of it, relative to the mean. ``shards_rest``: in
+    `dedicated` FSDP2 has what AdamW updates."""
 
     machine: Machine
     around: Layout
@@ -496,7 +496,6 @@ class Job:
     ahead: int = 2
     slots: int = 2
     uneven: float = 1.0
-    is_late: bool = False
     clips: bool = False
     shards_rest: bool = True
 
@@ -719,8 +718,6 @@ class _Pipelined:
         if only_publishes:
             self._meanwhile(1.0, left)
         for b in range(max(0, count - job.slots), count):
-            if job.is_late and b in self._sent:  # at the layer whose weights they are
-                model.late[b * len(job.blocks) // count].append(self._sent.pop(b))
             self.apply(b)
 
     def _meanwhile(self, part: float, left: float) -> float:

@@ -67,7 +67,6 @@ class Settings:
     schedule: Schedule
     digest: HyperDigest
     ns_dtype: torch.dtype
-    publish: str
     master_weights: bool
     block_lr_ratio: float | None
     nonfinite: str
@@ -487,7 +486,7 @@ class Engine(ABC):
     def records(self) -> dict[int, Record]:
         """Of the last steps whose numbers can be read without waiting for a device, by their count;
         where that is not always the last one, from the first call on steps leave copies of them."""
-        if host_can_read(self._runtime.device) and self._settings.publish == "sync":
+        if host_can_read(self._runtime.device):
             return {self._last.steps: self._record()} if self._last.steps else {}
         if self._last.records is None:
             self._last.records = deque(maxlen=3)

@@ -125,7 +125,6 @@ class ParamsEngine(Engine):
         # Of the last step: (matrices, the mean squares of their updates) once the work is done.
         self._updates: tuple[Sequence[int], Tensor | None] = (), None
         self._work = Work()
-        hooks = self._settings.publish == "async"
         self._state = BlockState(
             runtime, self._optimizer, self._group_of, self._momentum_dtypes, masters
         )
@@ -133,7 +132,7 @@ class ParamsEngine(Engine):
         dtypes = {ns_dtype, *(self._momentum_dtypes(i)[1] for i in every)}
         self._are_raw = are_raw(dtypes, runtime.device)  # and leave from where they lie
         memory = partial(self._reserve, ns_dtype) if self._are_raw else None
-        runtime.bind(self._group_of, ns_dtype, hooks, memory)
+        runtime.bind(self._group_of, ns_dtype, memory)
         runtime.bound().copier = copier
         self._check_variants()
         self._bind_full_step()
@@ -307,8 +306,6 @@ class ParamsEngine(Engine):
         step = self._full_step if is_full else self._block_step
         self._updates = (), None
         finite = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
-        if finite is False or not is_full:
-            self._runtime.pass_by()
         never = self._settings.schedule.never_full
         self._note(finite, is_late=not (is_full or never))
         if never:
@@ -341,7 +338,6 @@ class ParamsEngine(Engine):
         def nothing(_: float) -> None: ...
 
         runtime.bound().run(fill, lambda u, x: x.zero_(), nothing, nothing)
-        runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
         self._updates = (), None
@@ -405,7 +401,6 @@ class ParamsEngine(Engine):
             (lambda: agreed() is not None) if is_ahead else None,
         ):
             return False
-        runtime.apply_missed()
         matrices = range(len(runtime.plan.specs.matrices))
         squares = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
         sizes.spread(squares)

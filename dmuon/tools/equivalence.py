@@ -314,7 +314,7 @@ class _Trial:
             for engine in self.opt._run.engines:
                 engine.verifier = self.bits
         self.ns_dtype: torch.dtype = getattr(torch, self.opt.stats()["ns_dtype"])
-        distributed = ("publish", "master_weights", "period", "block_lr_ratio", "ns_dtype")
+        distributed = ("master_weights", "period", "block_lr_ratio", "ns_dtype")
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
         names = [spec.name for spec in own.plan.specs.parameters]
         masters = bool(muon_kwargs.get("master_weights"))

@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reduce-dtype", choices=dtypes, help="of gradients (default: as --param-dtype)")
     add("--period", type=period, default=1.0, metavar="P", help="of MuonBP; inf: block steps alone")
     add("--bucket", type=memory_bytes, metavar="SIZE", help="bucket_bytes of the layout")
-    add("--async", dest="is_late", action="store_true", help='publish="async"')
     add("--clip", dest="clips", action="store_true", help="gradients are clipped by their norm")
     one_way = "GB/s one way inside a node, reached (default: the device's)"
     add("--nvlink", type=positive(float), metavar="RATE", help=one_way)
@@ -96,8 +95,6 @@ class Setting:
         plan = planned(given.solver or "auto")
         is_cut = plan.layout is Layout.SHARDED
         limited = {"--period": given.period > 1, "--tp": given.tp > 1} if not is_cut else {}
-        if plan.layout.keeps_state_at_owners:
-            limited |= {"--async": given.is_late}
         if plan.layout is Layout.DEDICATED:
             limited |= {"--bucket": given.bucket is not None}
         for name in (name for name, is_given in limited.items() if is_given):
@@ -111,8 +108,7 @@ class Setting:
         of_fsdp = sim.Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
         load = of_fsdp if is_cut else replace(of_fsdp, reduced=sizes[1])
         options = None if given.bucket is None else ShardedOptions(bucket_bytes=given.bucket)
-        how = {"is_late": given.is_late, "clips": given.clips}
-        job = job_of(plan, shards, costs, machine, load, options, **how)
+        job = job_of(plan, shards, costs, machine, load, options, clips=given.clips)
         kept = sum(memory_of(plan, shards, 0).values()) if given.advise else 0
         has_replicas = any(map(holds_replicas, plan.topology.axes)) and is_cut
         is_grid = has_replicas or plan.layout is Layout.DEDICATED
@@ -168,7 +164,7 @@ def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
         options = f"ReplicatedOptions(publish_bucket_bytes={size})"
     asked += [f'"options": dmuon.{options}'] * (bool(size) and around is not Layout.REDUCED)
     size_too = f", publish_bucket_bytes={size}" * bool(size)
-    more = ', publish="async"' * given.is_late + f", dedicate={{{', '.join(asked)}}}" * bool(asked)
+    more = f", dedicate={{{', '.join(asked)}}}" * bool(asked)
     mesh = f"init_device_mesh(device, {topology.shape}, mesh_dim_names={topology.axes})"
     setup = {
         Layout.SHARDED: f"fully_shard(model, mesh={mesh})",
@@ -307,7 +303,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
             split = {"mesh": (replicas, shards), "axes": "replicate,shard"}
             ways.append(flat | {"layout": "sharded"} | split)
     if args.ep == args.tp == 1:
-        alone = {"redundancy": None, "bucket": None, "is_late": False}
+        alone = {"redundancy": None, "bucket": None}
         names = LAYOUTS[1:] if world > 1 else LAYOUTS[1:2]  # one process needs no other
         ways = ways[world == 1 :] + [flat | alone | {"layout": name} for name in names]
         if 1 < nodes < world:

@@ -261,7 +261,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "ns_dtype": ("float32", "bfloat16"),
     "period": (1, 2, 3),
     "redundancy": ("auto", 1, 2, 4),
-    "publish": ("async", "sync"),
     "clip": (None, 0.05, math.inf),
     "parts": (1, 2),
     "no_sync": (False, True),
@@ -557,7 +556,7 @@ def expected_of(case: Case) -> dict[str, Any]:
 class Training(Trained):
     def __init__(self, case: Case, name: str) -> None:
         self.case, self.name = case, name
-        only = {"master_weights": case.masters, "publish": case.publish}
+        only = {"master_weights": case.masters}
         if case.period > 1:
             only |= {"period": case.period, "block_lr_ratio": 0.7 if case.period == 3 else None}
         laid = LAYOUTS[name]

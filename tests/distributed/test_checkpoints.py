@@ -335,7 +335,7 @@ def through_a_file(value: Any) -> Any:
 )  # fmt: skip
 def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name, tmp_path):
     """A save that begins while updates travel and ends when training has gone on."""
-    first, folder = Training(CASES[name], publish="async"), str(tmp_path)
+    first, folder = Training(CASES[name]), str(tmp_path)
     first.train(range(SAVED_AT))
     group = dist.new_group()  # what the save exchanges must not cross with what training does
     future = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
@@ -346,7 +346,7 @@ def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name
     future.result()
     dist.destroy_process_group(group)
 
-    again = Training(CASES[name], seed=1, publish="async")
+    again = Training(CASES[name], seed=1)
     again.load(folder)
     assert_bitwise(again.whole(), expected, name)
     again.train(range(SAVED_AT, SAVED_AT + STEPS))

@@ -67,7 +67,7 @@ def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name)
     groups = resources()["groups"]
     for round in range(6):
         closed = round in (0, 1, 5)  # the first one also sets up what torch keeps
-        training = Training(CASES[name], mesh=mesh, publish="async")
+        training = Training(CASES[name], mesh=mesh)
         training.train(range(2))
         opt = training.opt
         own = opt.ownership
@@ -107,7 +107,7 @@ def test_a_cell_that_runs_again_and_again(rank, world, name):
 
     for round in range(12):
         torch.manual_seed(0)
-        training = Training(CASES[name], mesh=mesh, publish="async")
+        training = Training(CASES[name], mesh=mesh)
         training.train(range(1))
         if fails:
             block = getattr(training.model, "module", training.model).blocks[0]
@@ -174,7 +174,7 @@ def test_optimizers_side_by_side(rank, world):
     names, alone = ["fsdp2", "ddp", "reduce_to_owner", "dedicated"], {}
 
     def make(name: str) -> Training:
-        return Training(CASES[name], seed=names.index(name), publish="async")
+        return Training(CASES[name], seed=names.index(name))
 
     for name in names:
         training = make(name)

@@ -241,25 +241,11 @@ def test_on_an_accelerator_nothing_is_waited_for(rank, world, layout):
             assert rms or layout.startswith("dedicated")
 
 
-@distributed(2)
-def test_an_asynchronous_step_shows_the_one_before(rank, world):
-    with both(layout="fsdp2", only={"publish": "async"}) as pair:
-        for step in range(3):
-            pair.backward(step)
-            pair.step()
-            assert pair.pending, "nothing of it is waited for"
-            found = pair.opt.metrics()
-            assert pair.pending
-            assert found.get("steps") == (step or None)
-        assert found["scatter_ms"] > 0 and found["update_rms/0/mean"] > 0
-
-
 @pytest.mark.parametrize("host", ["reads", "does not read"])
-@pytest.mark.parametrize("publish", ["sync", "async"])
 @layouts("fsdp2", "reduced")
-def test_bytes_are_of_the_step_that_is_shown(rank, world, layout, publish, host):
+def test_bytes_are_of_the_step_that_is_shown(rank, world, layout, host):
     """Steps that differ: block steps send nothing, and not every step exchanges times."""
-    only = {"publish": publish} | ({"period": 2} if layout == "fsdp2" else {})
+    only = {"period": 2} if layout == "fsdp2" else {}
     on_host = host_cannot_read() if host != "reads" else nullcontext()
     with on_host, both(layout=layout, only=only) as pair:
         sent, shown = {}, {}

@@ -237,7 +237,7 @@ def made(page: dict[str, Any], name: str, **muon: Any) -> tuple[Any, ...]:
     model, *data = laid_out(model.bfloat16() if muon.get("master_weights") else model, name)
     if asked := LAYOUTS[name][1]:
         dmuon.dedicate_params(model, **asked)
-    return model, dmuon.Muon(model, lr=2e-2, publish="async", **EXACT, **muon), twin, *data
+    return model, dmuon.Muon(model, lr=2e-2, **EXACT, **muon), twin, *data
 
 
 @pytest.mark.parametrize(

@@ -255,18 +255,11 @@ def inside(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def while_pending(pair, step):
-    """Each forward reads weights that were pending after the step before; a stale one would show
-    in the next gradient."""
-    assert not step or pair.pending, "nothing to wait for"
-    pair.both_backward(step)
-
-
 def prefetching(pair, step):
     """From the second step on, in the middle of training."""
     if step == 1:
         pair.model.set_modules_to_forward_prefetch(list(pair.model.blocks))
-    while_pending(pair, step)
+    pair.both_backward(step)
 
 
 def evaluating(pair, step):
@@ -280,7 +273,7 @@ def evaluating(pair, step):
     pair.both_backward(step)
 
 
-LATE = {"transport": partial(DelayingTransport, delay_s=0.005), "round": while_pending}
+LATE = {"transport": partial(DelayingTransport, delay_s=0.005)}
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 ROWS.add("units stay gathered", sharded(reshard_after_forward=False), **LATE)
 ROWS.add("CPU offload", sharded(offload_policy=OFFLOAD), **LATE)
@@ -379,7 +372,6 @@ def test_param_groups_and_schedules(rank, world, layout):
         advance = scheduled(pair, SCHEDULES)
         for step in range(4):
             pair.train([step])
-            assert layout != "fsdp2" or pair.pending, "rates change before updates are applied"
             advance()
         pair.check()
         rates = [own["lr"] * factor(4) for own, factor in zip(OF_GROUPS, SCHEDULES, strict=True)]
@@ -396,13 +388,10 @@ OF_OWNERS = [
     {"options": {"free_after_forward": False}},
     {"options": {"prefetch": 0}},
     {"options": {"prefetch": 3, "free_after_forward": False}},
-    {"options": {"prefetch": 3}, "only": {"publish": "sync"}},
+    {"options": {"prefetch": 3}},
 ]
-REDUCING = [{"options": SMALL}, {"options": SMALL, "only": {"publish": "sync"}}]
-BUFFERS = [
-    {"options": {"buffers": n, "bucket_bytes": 1}, "only": {"publish": publish}}
-    for n, publish in ((2, "sync"), (2, "async"), (1, "async"), (3, "sync"))
-]
+REDUCING = [{"options": SMALL}]
+BUFFERS = [{"options": {"buffers": n, "bucket_bytes": 1}} for n in (1, 2, 3)]
 SWITCHES = [
     *[(name, 2, None, OF_OWNERS) for name in ("dedicated", "dedicated fsdp")],
     *[(name, 2, None, REDUCING) for name in ("reduced", "reduced ddp")],
@@ -419,8 +408,6 @@ def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
         with both(layout=layout, mesh=mesh, request=SINGLY, **switch) as pair:
             pair.train_alone(range(3))
             if layout == "hsdp":
-                publish = switch.get("only", {}).get("publish", "async")
-                assert pair.pending is (publish == "async")
                 assert not switch or len(pair.own.runtime.pipeline.buckets) > 3
             found = pair.whole()
         expected = expected or found

@@ -185,7 +185,7 @@ SETTINGS: list[Setting] = [
     (F32, "gram", {}),
     (BF16, "standard", {}),
     (F32, "standard", {"momentum_mode": "sgd", "request": {"solver": "round_robin"}}),
-    (BF16, "gram", {"nesterov": False, "publish": "async"}),
+    (BF16, "gram", {"nesterov": False}),
     (BF16, "gram[1,3]", {"dtype": BF16, "master_weights": True}),
 ]
 

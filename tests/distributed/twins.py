@@ -203,11 +203,6 @@ class Both:
         """Their sizes by name."""
         return {m.name: m.numel for m in self.own.plan.specs.matrices}
 
-    @property
-    def pending(self) -> bool:
-        """Whether a sharded model has updates that nobody has waited for."""
-        return bool(self.own.runtime.pipeline.pending)
-
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
         self.prepare(getattr(model, "module", model), step, rank)
         with self.context():
@@ -372,7 +367,6 @@ def both(
     made = {key: more.pop(key) for key in ("mesh", "seed", "change", "wrap") if key in more}
     model, twin, mesh = laid_out(laid, build, **made)
     select, settings = select or {}, MUON | (muon or {})
-    only = {"publish": "async"} | (only or {})  # what can go wrong with "sync" can with "async" too
     asked = {"solver": "greedy", **laid.own, **select, **(request or {})}
     if options:
         asked["options"] = replace(laid.options, **options)
@@ -385,12 +379,12 @@ def both(
             rest = {"ignored_params": own.dedicated_params, **(fsdp or {})}
             shard_units(model, data_mesh(mesh), **rest)
     bare = getattr(model, "module", model)
-    opt = dmuon.Muon(model if groups is None else groups(bare), **settings, **only)
+    opt = dmuon.Muon(model if groups is None else groups(bare), **settings, **(only or {}))
     if groups is not None:
         chosen = ReferenceMuon(twin, **select)._views
         names = {name for name, p in trainable_parameters(twin) if p in chosen}
         refs = grouped_references(groups(twin), settings, names)
-    elif only.get("period", 1) != 1:
+    elif (only or {}).get("period", 1) != 1:
         placed, named = holders_of(bare), trainable_parameters(twin)
         block = {key: only[key] for key in ("period", "block_lr_ratio") if key in only}
         holders = {p: placed[name] for name, p in named}

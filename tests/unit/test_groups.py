@@ -319,7 +319,7 @@ UNREAD = [
     ("capturable", True, "leave the flag out"),
     ("period", 4, r"all groups, so pass dmuon.Muon\(..., period"),
     ("ns_dtype", "bfloat16", "for all groups"),
-    ("publish", "async", "for all groups"),
+    ("nonfinite", "raise", "for all groups"),
     ("wieght_decay", 0.1, "did you mean 'weight_decay'"),
     ("adamw_beta", (0.9, 0.9), "did you mean 'adamw_betas'"),
     ("learning_rate", 0.1, "remove it"),

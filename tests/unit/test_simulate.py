@@ -178,7 +178,7 @@ def test_what_crosses_nodes():
     [
         ("verdict", {}, full_step), ("verdict", {}, owners_step),
         ("clipping", {"clips": True}, adamw),
-        ("scatter", {"is_late": True}, full_step), ("replicate", {}, full_step),
+        ("scatter", {}, full_step), ("replicate", {}, full_step),
         ("weights to holders", {}, owners_step), ("gradients across replicas", {}, owners_step),
     ],
 )  # fmt: skip
@@ -294,8 +294,7 @@ def test_cores_that_send_do_not_compute():
 @pytest.mark.parametrize("program", [adamw, full_step, block_step, redundant_step])
 @pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
 def test_parts_and_critical_path_add_up(program, machine):
-    how = {"is_late": program is full_step, "clips": True}
-    step = simulate(job(machine=machine, model="llama3.2-1b", **how), program)
+    step = simulate(job(machine=machine, model="llama3.2-1b", clips=True), program)
     assert sum(step.parts.values()) == pytest.approx(step.ms)
     assert sum(step.critical_path.values()) == pytest.approx(step.ms)
 
@@ -498,7 +497,7 @@ def test_advised_code_asks_for_what_was_simulated(capsys, monkeypatch):
     kept: list = []
     real = tool.advised
     monkeypatch.setattr(tool, "advised", lambda args: kept.extend(real(args)) or kept)
-    asked = ["--redundancy", "1", "--bucket", "8MiB", "--async"]
+    asked = ["--redundancy", "1", "--bucket", "8MiB"]
     assert main([*ASKED, "--advise", *asked]) == 0
     for one, why in kept:
         if why.split()[0] in ("saves", "costs", "changes"):  # other redundancies
@@ -507,7 +506,7 @@ def test_advised_code_asks_for_what_was_simulated(capsys, monkeypatch):
         given = eval(call, {"dmuon": dmuon, "model": None, "Muon": lambda model, **more: more})
         assert bool(given) is one.name.startswith("sharded")
         if given:
-            assert given["publish"] == "async" and given["dedicate"] == {
+            assert given["dedicate"] == {
                 "planner": dmuon.PlannerOptions(redundancy=1),
                 "options": dmuon.ShardedOptions(bucket_bytes=8 << 20),
             }

@@ -230,18 +230,16 @@ def test_models_with_habits_follow_the_reference(name, layout):
 @pytest.mark.parametrize("changed", [
     {"bucket_bytes": 1, "publish_bucket_bytes": 1},
     {"bucket_bytes": 700, "publish_bucket_bytes": 700},
-    None,
 ])  # fmt: skip
-def test_neither_bucket_sizes_nor_publishing_at_once_change_a_bit(changed, reduced):
+def test_bucket_sizes_change_no_bit(changed, reduced):
     model = Mixed()
     twin = clone(model)
     first = dmuon.ReplicatedOptions(reduce_to_owner=reduced)
-    second = dataclasses.replace(first, **(changed or {}))
-    publish = "sync" if changed is None else "async"
+    second = dataclasses.replace(first, **changed)
     # A batch may be two buckets, and batches of other sizes round otherwise.
     settings = selection(model) | {"planner": dmuon.PlannerOptions(max_batch=1)}
-    opt = dedicated(model, **settings, options=first, publish="async")[1]
-    other = dedicated(twin, **settings, options=second, publish=publish)[1]
+    opt = dedicated(model, **settings, options=first)[1]
+    other = dedicated(twin, **settings, options=second)[1]
     train(model, opt, ROWS, range(5))
     train(twin, other, ROWS, range(5))
     assert_bitwise(weights(model), weights(twin))
@@ -361,8 +359,8 @@ def test_a_step_that_the_host_cannot_call_off_takes_momentum_in_parts(monkeypatc
 # ---- groups and schedules ----------------------------------------------------------------
 
 
-def test_a_rate_changed_after_step_does_not_touch_the_update_on_its_way():
-    pair = Pair(publish="async")
+def test_a_rate_changed_after_step_does_not_touch_the_step_before():
+    pair = Pair()
     pair.train([0])
     for group in pair.opt.param_groups:
         group["lr"] = 100.0
@@ -557,9 +555,9 @@ def test_a_backward_that_raises_leaves_the_next_one_intact(form):
 # ---- reading weights ---------------------------------------------------------------------
 
 
-def after_one_step(model: nn.Module | None = None, publish: str = "async", **form: Any) -> Pair:
+def after_one_step(model: nn.Module | None = None, **form: Any) -> Pair:
     """Right after a step, with what the model must show in the twin."""
-    pair = Pair(model, publish=publish, **form)
+    pair = Pair(model, **form)
     pair.train([0])
     return pair
 
@@ -576,14 +574,13 @@ def test_an_eval_forward_uses_published_values_and_training_goes_on(context, for
 
 @FORMS
 def test_published_values_are_in_parts_and_views_and_never_over_loaded_ones(form):
-    """A part of a block called by itself; with "sync", tensors that somebody holds; what is loaded
-    after a step is not updated by it."""
+    """A part of a block called by itself; tensors that somebody holds; weights loaded later."""
     pair, x = after_one_step(**form), torch.randn(3, WIDTH)
     with torch.no_grad():
         torch.testing.assert_close(pair.model.blocks[1].up(x), pair.twin.blocks[1].up(x))
     model = TinyGPT()
     views = {name: p.detach() for name, p in model.named_parameters()}
-    pair = after_one_step(model, publish="sync", **form)
+    pair = after_one_step(model, **form)
     assert_within(views, weights(pair.twin), 1e-6)
     pair, other = after_one_step(**form), TinyGPT()
     pair.model.load_state_dict(other.state_dict())
@@ -592,8 +589,8 @@ def test_published_values_are_in_parts_and_views_and_never_over_loaded_ones(form
 
 
 @FORMS
-def test_data_assigned_between_steps_is_followed_and_gets_what_is_on_its_way(form):
-    pair = Pair(publish="async", **form)
+def test_data_assigned_between_steps_is_followed(form):
+    pair = Pair(**form)
     for step in range(4):
         pair.train([step])
         if step % 2:

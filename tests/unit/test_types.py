@@ -30,7 +30,7 @@ opt = dmuon.Muon(model, lr=torch.tensor(0.1), adamw_lr=torch.tensor(0.1), fused=
 opt = dmuon.Muon(model.parameters(), 1e-3, adjust_lr_fn=0.2, ns_coefficients=(3.0, -4.0, 2.0))
 opt = dmuon.Muon(model.named_parameters(), ns_coefficients="quintic", momentum_mode="sgd")
 opt = dmuon.Muon([{"params": model.parameters(), "tag": "a"}], period=math.inf, variant="normuon")
-opt = dmuon.Muon(model, ns_dtype=torch.float32, momentum_dtype="bfloat16", publish="async")
+opt = dmuon.Muon(model, ns_dtype=torch.float32, momentum_dtype="bfloat16")
 opt = dmuon.Muon(model, dedicate={"heads": {"*.qkv.weight": 12}, "solver": "greedy"})
 own: dmuon.Ownership = dmuon.dedicate_params(model, layout="dedicated", costs="analytic:H100")
 report: dmuon.LoadBalanceReport = opt.report()
