@@ -74,7 +74,7 @@ def test_a_benchmark_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_nodes_nothing_is_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = tmp_path / "links.json"
+    kept = tmp_path / "end_to_end.json"
     kept.write_text("{}")
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     monkeypatch.setattr(evidence, "why_not", lambda: "emulated nodes need root")
