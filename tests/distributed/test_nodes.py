@@ -57,6 +57,7 @@ def train(rank: int, cluster: Nodes) -> list[Row]:
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         planner = dmuon.PlannerOptions(redundancy=1)
         given: dict[str, Any] = {"select": lambda name, p: True, "planner": planner}
+        given["costs"] = "analytic:cpu"
         opt = dmuon.Muon(model, lr=0.1, ns_dtype=torch.float32, dedicate=given)
         x = torch.randn(
             8, WIDTH, generator=torch.Generator().manual_seed(rank if is_sharded else 0)
