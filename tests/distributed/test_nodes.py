@@ -130,16 +130,14 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start() -> None:
 def fail(rank: int) -> list[Row]:
     if rank == 1:
         raise ValueError("rank 1 fails")
-    time.sleep(60)
+    time.sleep(3600)  # far beyond the time limit of a test
     return []
 
 
 @needs_nodes
 def test_a_rank_that_fails_ends_all() -> None:
-    begin = time.monotonic()
     with pytest.raises(Exception, match="rank 1 fails"), emulated(2) as cluster:
         cluster.on_ranks(1, fail)
-    assert time.monotonic() - begin < 50
     assert not left_over(cluster.prefix)
 
 
