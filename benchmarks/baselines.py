@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from benchmarks.timing import over_ranks
 from dmuon import devices
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.types import Triple
@@ -62,6 +63,20 @@ def ns_dtype() -> torch.dtype:
     size = torch.tensor(devices.of("cpu").ns_dtype().itemsize)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
     return torch.bfloat16 if size == 2 else torch.float32
+
+
+def floor(matrices: Iterable[Tensor], dtype: torch.dtype, cores: int) -> Callable[[], tuple[float]]:
+    """A turn: milliseconds of one pass over random matrices of these shapes on rank 0 while the
+    others wait, divided by the cores in use."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [matrix.shape for matrix in matrices] if dist.get_rank() == 0 else []
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def one_pass() -> None:
+        for x in inputs:
+            zeropower(x, dtype)
+
+    return lambda: (over_ranks(one_pass)[0] / min(dist.get_world_size(), cores),)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -18,9 +18,6 @@ import train_gpt as demo
 from _gpt import GPT as GPT
 from _gpt import GPTConfig as GPTConfig
 from _results import COLORS as COLORS
-from _results import Run
-
-from benchmarks.results import Row
 
 
 def job_of(rank: int, **arguments: Any) -> demo.Job:
@@ -29,9 +26,3 @@ def job_of(rank: int, **arguments: Any) -> demo.Job:
     given = Namespace(dtype="float32", period=1, block_lr_ratio=None, **arguments)
     text = demo.load_standard_library()
     return demo.Job(given, ranks, Console(quiet=True), text, demo.GPTConfig())
-
-
-def row_of(run: Run, seed: int) -> Row:
-    same = ("lr", "validation_loss", "train_loss", "seconds")
-    row: Row = {"set": "demo loss", "optimizer": run.name, "seed": seed, "steps": len(run.losses)}
-    return row | {name: getattr(run, name) for name in same}

@@ -13,19 +13,20 @@ mean over nodes; those of the framework are in it. P = 2 and 20 are not run: `in
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import truediv
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,8 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from benchmarks import baselines
 from benchmarks.demo import COLORS, GPT, GPTConfig, demo
+from benchmarks.models import Loss, Training
 from benchmarks.nodes import LinkBytes, Nodes, emulated
-from benchmarks.results import Row, Rows, command, picture, read_rows, row_options, show, table
+from benchmarks.results import Benchmark, Cases, Row, picture, table
 from benchmarks.timing import Laps, Times, over_ranks, take_turns, timed_row
 
 MODEL = GPTConfig(width=512, heads=8, hidden=1408, depth=6)
@@ -100,37 +102,23 @@ CASES = (
 # ---- contenders ----------------------------------------------------------------------------
 
 
-class Trained:
-    """A model with its optimizers, which trains on the demo's text."""
+class Trained(Training):
+    """A training with a backward behind it: the next thing is `step`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Any],
-        batch: Callable[[int], tuple[Tensor, Tensor]],
-    ) -> None:
-        self.model, self.optimizers, self._batch = model, optimizers, batch
-        self.steps, self.loss = 0, 0.0
+    def __init__(self, model: nn.Module, loss: Loss, optimizers: Sequence[Any]) -> None:
+        super().__init__(model, loss, optimizers)
         self.link: list[float] = []  # bytes out of a node, a number per turn
-        self.compute()
+        self.backward()
 
-    def compute(self) -> None:
-        """Forward and backward on the next batch."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss = demo.next_byte_loss(self.model, *self._batch(self.steps))
-        loss.backward()
-        self.steps += 1
-        self.loss = loss.item()
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def turn(self, nodes: Nodes) -> Laps:
+    def turn_on(self, nodes: Nodes) -> Laps:
         """Milliseconds of `step` with the next forward and backward; of each."""
+
+        def compute() -> None:
+            self.forward()
+            self.backward()
+
         before = nodes.link_bytes()
-        found = over_ranks(self.step, self.compute)
+        found = over_ranks(self.step, compute)
         self.link.append(_sent(before, nodes.link_bytes()))
         return found
 
@@ -153,10 +141,12 @@ def trained(case: Case, name: str, mesh: DeviceMesh, dtype: torch.dtype) -> Trai
     """A contender of ``case``, from the weights that all of them begin with."""
     torch.manual_seed(0)
     model: Any = GPT(case.model)
-    text, rank = demo.load_standard_library(), dist.get_rank()
-    context = case.model.context
+    text, rank, context = demo.load_standard_library(), dist.get_rank(), case.model.context
     how = {"sequences": case.tokens // context, "context": context, "seed": 0}
-    batch = partial(text.training_batch, rank=rank, **how)
+
+    def loss(model: nn.Module, step: int) -> Any:
+        return demo.next_byte_loss(model, *text.training_batch(step, rank, **how))
+
     muon = MUON | {"ns_coefficients": "quintic", "ns_dtype": dtype}
     own = options = None
     if name == "dmuon dedicated":
@@ -173,9 +163,9 @@ def trained(case: Case, name: str, mesh: DeviceMesh, dtype: torch.dtype) -> Trai
         muon["period"] = PERIODS.get(name, 1)
         if own is None:
             dmuon.dedicate_params(model, options=options)
-        return Trained(model, [dmuon.Muon(model, **muon)], batch)
+        return Trained(model, loss, [dmuon.Muon(model, **muon)])
     if name == "AdamW":
-        return Trained(model, [adamw(list(model.parameters()))], batch)
+        return Trained(model, loss, [adamw(list(model.parameters()))])
     mine = matrices(model)
     rest = [p for p in model.parameters() if all(p is not q for q in mine)]
     if name == "torch.optim.Muon":
@@ -183,20 +173,7 @@ def trained(case: Case, name: str, mesh: DeviceMesh, dtype: torch.dtype) -> Trai
     else:
         kind = SHARDED_BASELINES.get(name, baselines.RoundRobin)
         first = kind(mine, ns_dtype=dtype, **MUON)
-    return Trained(model, [first, adamw(rest)], batch)
-
-
-def floor(model: GPTConfig, dtype: torch.dtype, cores: int) -> Laps:
-    """One pass over all matrices on rank 0 while the others wait, divided by the cores."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [p.shape for p in matrices(GPT(model))] if dist.get_rank() == 0 else []
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
-
-    def one_pass() -> None:
-        for x in inputs:
-            baselines.zeropower(x, dtype)
-
-    return (over_ranks(one_pass)[0] / min(dist.get_world_size(), cores),)
+    return Trained(model, loss, [first, adamw(rest)])
 
 
 # ---- a case --------------------------------------------------------------------------------
@@ -225,10 +202,12 @@ def work(rank: int, nodes: Nodes, case: Case, cores: int) -> list[Row]:
     shape = (case.nodes, case.each) if case.around == "HSDP" else (case.world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     field = {name: trained(case, name, mesh, dtype) for name in case.contenders}
-    turns: dict[str, Callable[[], Laps]] = {"floor": partial(floor, case.model, dtype, cores)}
-    turns |= {name: partial(one.turn, nodes) for name, one in field.items()}
+    turns: dict[str, Callable[[], Laps]] = {
+        "floor": baselines.floor(matrices(GPT(case.model)), dtype, cores)
+    }
+    turns |= {name: partial(one.turn_on, nodes) for name, one in field.items()}
     times = take_turns(turns, case.rounds, warm_up=WARM_UP)
-    losses = torch.tensor([one.loss for one in field.values()], dtype=torch.float64)
+    losses = torch.tensor([one.loss.item() for one in field.values()], dtype=torch.float64)
     dist.all_reduce(losses)
     mean = dict(zip(field, (losses / case.world).tolist(), strict=True))
     rows = rows_of(case, times, {name: one.link[WARM_UP:] for name, one in field.items()})
@@ -271,13 +250,13 @@ def measure(case: Case, cores: int) -> list[Row]:
 
 # ---- tables --------------------------------------------------------------------------------
 
-Cases = dict[str, dict[str, Row]]
+ByCase = dict[str, dict[str, Row]]
 """Rows by their case's name and their optimizer."""
 
 
-def _cases(rows: Sequence[Row], **wanted: Any) -> Cases:
+def _cases(rows: Sequence[Row], **wanted: Any) -> ByCase:
     """Those whose rows have these values, in the order of `CASES`."""
-    found: Cases = {case.name: {} for case in CASES}
+    found: ByCase = {case.name: {} for case in CASES}
     for row in rows:
         if "optimizer" in row and all(row[key] == value for key, value in wanted.items()):
             found.setdefault(row["set"], {})[row["optimizer"]] = row
@@ -288,7 +267,7 @@ def _link(row: Row) -> str:
     return {None: "unshaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}[row["rate"]]
 
 
-def _steps(cases: Cases, title: Callable[[Row], str]) -> str:
+def _steps(cases: ByCase, title: Callable[[Row], str]) -> str:
     """A training step by optimizer and case, relative to AdamW's and in seconds.
 
     Only optimizers that ran in every case have a row.
@@ -363,36 +342,18 @@ def line(row: Row) -> str:
     )
 
 
-def main() -> int:
-    parser = command(__doc__)
-    row_options(parser, device="cpu")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
-    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
-    parser.add_argument("--tables", metavar="JSON", help="print the tables of a file and stop")
-    args = parser.parse_args()
-    if args.tables:
-        print(*tables(read_rows(args.tables)).values(), sep="\n\n")
-        return 0
-    if args.picture:
-        draw(read_rows(args.picture[1]), args.picture[0])
-        return 0
-    rows = Rows.of(args)
-    rows.forget_failures()
+
+
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
     cores = len(os.sched_getaffinity(0))
-
-    def attempt(case: Case) -> None:
-        found = measure(case, cores)
-        show(found, line)
-        for row in found:
-            rows.add(row)
-
     for case in CASES:
-        if args.only in case.name:
-            given = case if args.rounds is None else Case(**{**vars(case), "rounds": args.rounds})
-            rows.attempt(case.name, partial(attempt, given))
-    return int(bool(rows.failed))
+        given = replace(case, rounds=args.rounds or case.rounds)
+        yield case.name, partial(measure, given, cores)
 
+
+BENCHMARK = Benchmark(__doc__, cases, line, options, tables, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -14,40 +14,21 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import algoperf, end_to_end, links, muonbp, simulate, timeline
+from benchmarks import end_to_end, muonbp, simulate
 from benchmarks.nodes import NoNodes, why_not
-from benchmarks.results import Row, read_rows
+from benchmarks.results import Benchmark, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A benchmark: how tables and a picture are made of its rows, and its options beside
-    ``--json``; some can go on where they were interrupted."""
-
-    tables: Callable[[list[Row]], dict[str, str]]
-    options: tuple[str, ...] = ()
-    draw: Callable[[list[Row], str], None] | None = None
-
-    @property
-    def resumes(self) -> bool:
-        return "--resume" in self.options
-
-
-MEASURED = {
-    "end_to_end": Measured(end_to_end.tables, ("--resume",), end_to_end.draw),
-    "links": Measured(links.tables),
-    "timeline": Measured(timeline.tables, ("--picture", str(IMAGES / "timeline.png"))),
-    "muonbp": Measured(muonbp.tables, ("--resume",), muonbp.draw),
-    "algoperf": Measured(algoperf.tables),
-    "simulate": Measured(simulate.tables, ("--resume",), simulate.draw),
+MEASURED: dict[str, Benchmark] = {
+    "end_to_end": end_to_end.BENCHMARK,
+    "muonbp": muonbp.BENCHMARK,
+    "simulate": simulate.BENCHMARK,
 }
 _TABLE = re.compile(r"(<!-- table: (\w+)\.(\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -68,8 +49,9 @@ def filled(page: str) -> str:
     def fill(found: re.Match[str]) -> str:
         begin, benchmark, name, end = found.groups()
         if benchmark not in made:
-            rows = read_rows(str(RESULTS / f"{benchmark}.json"))
-            made[benchmark] = MEASURED[benchmark].tables(rows)
+            tables = MEASURED[benchmark].tables
+            assert tables is not None
+            made[benchmark] = tables(read_rows(str(RESULTS / f"{benchmark}.json")))
         return f"{begin}\n{made[benchmark][name]}\n\n{end}"
 
     return _TABLE.sub(fill, page)
@@ -84,16 +66,13 @@ def measure(again: bool) -> int:
     if reason is not None:
         raise NoNodes(reason)
     failed = 0
-    for name, measured in MEASURED.items():
+    for name in MEASURED:
         path = RESULTS / f"{name}.json"
         if again:
             path.unlink(missing_ok=True)
-        if path.exists() and not measured.resumes:
-            print(f"{name}: {path.relative_to(ROOT)} is there already")
-            continue
         begin = time.monotonic()
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
-        code = subprocess.run([*command, *measured.options], cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), "--resume"]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
         failed += code != 0
         print(f"{name}: exit {code} after {time.monotonic() - begin:.0f} s", flush=True)
     return failed

@@ -7,39 +7,38 @@ every training of a seed starts from the same weights and sees the same batches.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.demo import COLORS, demo, job_of, row_of
-from benchmarks.results import Row, command, picture, read_rows, write
+from benchmarks.demo import COLORS, demo, job_of
+from benchmarks.results import Benchmark, Cases, Row, picture
 from benchmarks.timing import on_ranks
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 APART = (1e-2, 1e-3)  # of the matrices, and of what goes to AdamW
 
 
-def work(rank: int, args: Namespace) -> list[Row]:
-    """Each rate with each optimizer, and `APART`, seed after seed."""
+def work(rank: int, seed: int, steps: int) -> list[Row]:
+    """Each rate with each optimizer, and `APART`."""
     rows: list[Row] = []
-    for seed in range(args.seeds):
-        for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
-            rates = {"lr": lr, "adamw_lr": lr}
-            job = job_of(rank, steps=args.steps, seed=seed, layout="auto", **rates)
-            dmuon_training, own = demo.dmuon_training(job, adamw_lr=adamw_lr)
-            trainings = [dmuon_training]
-            if adamw_lr is None:
-                trainings.append(demo.adamw_training(job))
-            runs = demo.train(job, *trainings)
-            own.close()
-            for run in runs:
-                row = row_of(run, seed) | {"tokens": run.tokens}
-                rows.append(row | ({"adamw_lr": adamw_lr} if adamw_lr else {}))
-                about = "{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
-                print(about.format(**rows[-1]), flush=True)
+    for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
+        job = job_of(rank, steps=steps, seed=seed, layout="auto", lr=lr, adamw_lr=lr)
+        dmuon_training, own = demo.dmuon_training(job, adamw_lr=adamw_lr)
+        trainings = [dmuon_training]
+        if adamw_lr is None:
+            trainings.append(demo.adamw_training(job))
+        for run in demo.train(job, *trainings):
+            row: Row = {"set": "demo loss", "optimizer": run.name, "seed": seed, "steps": steps}
+            same = ("lr", "validation_loss", "train_loss", "seconds", "tokens")
+            row |= {name: getattr(run, name) for name in same}
+            rows.append(row | ({"adamw_lr": adamw_lr} if adamw_lr else {}))
+        own.close()
     return rows
 
 
-def draw(rows: list[Row], path: str) -> None:
+def draw(rows: Sequence[Row], path: str) -> None:
     """Mean validation loss over the seeds against the rate, each seed a dot."""
     with picture(path, 1, 1, (7, 4.2)) as (_, axes):
         for name, color in COLORS.items():
@@ -55,17 +54,18 @@ def draw(rows: list[Row], path: str) -> None:
         axes.legend()
 
 
-def main() -> None:
-    parser = command(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
-    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
-    args = parser.parse_args()
-    if args.picture:
-        draw(read_rows(args.picture[1]), args.picture[0])
-    else:
-        write(args.json, on_ranks(1, work, args))
 
+
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
+    for seed in range(args.seeds):
+        yield f"seed {seed}", partial(on_ranks, 1, work, seed, args.steps)
+
+
+LINE = "{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
+BENCHMARK = Benchmark(__doc__, cases, lambda row: LINE.format(**row), options, draw=draw)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCHMARK.main())

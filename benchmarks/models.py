@@ -13,11 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from benchmarks.timing import Laps, over_ranks
 
-# So that others plan alike: costs of the model, and kernels by the fixed rule.
-FIXED: dict[str, Any] = {
-    "costs": "analytic:cpu",
-    "kernels": dmuon.KernelOptions(tune_budget_s=0),
-}
+Loss = Callable[[nn.Module, int], Tensor]
+"""Of a model in a step, on the data of this rank."""
 
 
 class Layer(nn.Module):
@@ -50,14 +47,11 @@ class Stack(nn.Module):
 
 
 class Alike(nn.Module):
-    """``count`` matrices of one shape ``[rows, cols]``, side by side: all have gradients of a size.
+    """``count`` matrices ``[width, width]``, side by side: all have gradients of a size."""
 
-    ``[..., cols]`` to ``[count, ..., rows]``.
-    """
-
-    def __init__(self, count: int, rows: int, cols: int) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(cols, rows, bias=False) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x) for layer in self.layers])
@@ -69,27 +63,30 @@ def shard(model: nn.Module, **how: Any) -> None:
         fully_shard(module, **how)
 
 
+def on_random(*shape: int) -> Loss:
+    """The mean square of what comes of random inputs of ``shape``."""
+    data = torch.Generator().manual_seed(dist.get_rank())
+    return lambda model, _: model(torch.randn(shape, generator=data)).square().mean()
+
+
 class Training:
-    """A model with its optimizers, on random data ``[..., width]`` of this rank."""
+    """A model with its optimizers, in the middle of a step: the next thing is `backward`."""
 
     def __init__(
         self,
         model: nn.Module,
-        shape: tuple[int, ...],
+        loss: Loss,
         optimizers: Sequence[Any],
         own: dmuon.Ownership | None = None,
         sync: Callable[[], Any] | None = None,
     ) -> None:
         """``sync`` exchanges gradients after backward, where nobody else does."""
         self.model, self.optimizers, self.own, self._sync = model, optimizers, own, sync
-        self._shape = shape
-        self._data = torch.Generator().manual_seed(dist.get_rank())
+        self._loss, self.steps = loss, 0
         self.forward()
 
     @classmethod
-    def of_muon(
-        cls, model: nn.Module, shape: tuple[int, ...], plan: dict[str, Any], **muon: Any
-    ) -> Training:
+    def of_muon(cls, model: nn.Module, loss: Loss, plan: dict[str, Any], **muon: Any) -> Training:
         """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s.
 
         Replicated gradients are averaged by dmuon, unless ``plan`` has other options.
@@ -97,18 +94,13 @@ class Training:
         if plan["layout"] == "replicated":
             plan = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)} | plan
         own = dmuon.dedicate_params(model, **plan)
-        return cls(model, shape, [dmuon.Muon(model, **muon)], own)
+        return cls(model, loss, [dmuon.Muon(model, **muon)], own)
 
     def forward(self) -> None:
-        self._forward(self._batch())
-
-    def _batch(self) -> Tensor:
-        return torch.randn(self._shape, generator=self._data)
-
-    def _forward(self, x: Tensor) -> None:
         for one in self.optimizers or [self.model]:
             one.zero_grad()
-        self.loss = self.model(x).square().mean()
+        self.loss = self._loss(self.model, self.steps)
+        self.steps += 1
 
     def backward(self) -> None:
         self.loss.backward()
@@ -122,8 +114,7 @@ class Training:
     def turn(self) -> Laps:
         """Milliseconds from before backward to the end of the next forward; of backward, of the
         optimizers' `step`, and of the forward."""
-        x = self._batch()
-        return over_ranks(self.backward, self.step, lambda: self._forward(x))
+        return over_ranks(self.backward, self.step, self.forward)
 
     def step_turn(self) -> Laps:
         """Milliseconds of the optimizers' `step`, which all ranks begin together."""

@@ -9,6 +9,7 @@ takes the learning rate of the whole matrix.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -34,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from benchmarks.demo import demo
-from benchmarks.results import Row, command, picture, read_rows, table, write
+from benchmarks.results import Benchmark, Cases, Row, picture, table
 from benchmarks.timing import on_ranks
 
 CONFIG = demo.GPTConfig(heads=4)  # which 2 or 4 ranks can share
@@ -148,21 +149,12 @@ def train(job: Row, text: Any) -> Row:
     return row | {"seconds": time.perf_counter() - begin}
 
 
-def work(rank: int, jobs: list[Row], rows: list[Row], path: str | None) -> list[Row]:
-    """``rows`` and those of ``jobs``; the file at ``path`` has each as soon as it is there."""
+def work(rank: int, jobs: list[Row]) -> list[Row]:
+    """Their trainings, one after the other, on a core for each rank."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     text = demo.load_standard_library()
-    for job in jobs:
-        rows.append(train(job, text))
-        if rank == 0:
-            write(path, rows)
-            about = (
-                "TP {world}, P={period}, {step_sizes}, lr {lr:g}, seed {seed}: validation "
-                "{validation_loss:.4f}, train {train_loss:.4f}, {seconds:.0f} s"
-            )
-            print(about.format(**rows[-1]), flush=True)
-    return rows
+    return [train(job, text) for job in jobs]
 
 
 def jobs_of(seeds: int, steps: int) -> list[Row]:
@@ -234,17 +226,6 @@ def loss_table(rows: Sequence[Row]) -> str:
     return table(("", *(f"TP {world}, {sizes}" for world, sizes in kinds)), lines)
 
 
-def muon_table(rows: Sequence[Row]) -> str:
-    """Muon's validation losses: each seed in as many processes as it was trained in."""
-    mine, worlds = of(rows, period=1, lr=LR), (1, *DEGREES)
-    lines = []
-    for seed in sorted({row["seed"] for row in mine}):
-        losses = {row["world"]: row["validation_loss"] for row in of(mine, seed=seed)}
-        cells = (f"{losses[world]:.6f}" if world in losses else "" for world in worlds)
-        lines.append((f"seed {seed}", *cells))
-    return table(("", "one process", *(f"TP {world}" for world in DEGREES)), lines)
-
-
 def norm_table(rows: Sequence[Row]) -> str:
     """Norms at the end and validation losses of what is `grown`, at both rates."""
     both = [grown(rows, lr) for lr in (LR, LARGE)]
@@ -273,7 +254,7 @@ def grown(rows: Sequence[Row], lr: float) -> dict[str, list[Row]]:
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """Markdown by name, for docs/muonbp.md."""
-    return {"muon": muon_table(rows), "loss": loss_table(rows), "norms": norm_table(rows)}
+    return {"loss": loss_table(rows), "norms": norm_table(rows)}
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -307,30 +288,26 @@ def draw(rows: Sequence[Row], path: str) -> None:
             axes.legend(fontsize=8)
 
 
-def main() -> None:
-    parser = command(__doc__)
+LINE = (
+    "TP {world}, P={period}, {step_sizes}, lr {lr:g}, seed {seed}: validation "
+    "{validation_loss:.4f}, train {train_loss:.4f}, {seconds:.0f} s"
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=120, help="of each training")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
-    parser.add_argument("--resume", action="store_true", help="keep the rows in the file of --json")
-    parser.add_argument("--most", type=int, help="begin no more trainings than that")
-    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
-    parser.add_argument("--table", metavar="JSON", help="print the tables of a file")
-    args = parser.parse_args()
-    if args.picture or args.table:
-        rows = read_rows(args.table or args.picture[1])
-        if args.picture:
-            draw(rows, args.picture[0])
-        else:
-            print(*tables(rows).values(), sep="\n\n")
-        return
-    rows = read_rows(args.json) if args.resume and os.path.exists(args.json) else []
-    done = [{key: row[key] for key in KEYS} for row in rows]
-    missing = [job for job in jobs_of(args.seeds, args.steps) if job not in done][: args.most]
-    for world in sorted({job["world"] for job in missing}):
-        mine = [job for job in missing if job["world"] == world]
-        rows = on_ranks(world, work, mine, rows, args.json)
-    write(args.json, rows)
 
+
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
+    jobs = jobs_of(args.seeds, args.steps)
+    for seed, world in product(range(args.seeds), (1, *DEGREES)):
+        mine = of(jobs, seed=seed, world=world)
+        if mine:
+            yield f"TP {world}, seed {seed}", partial(on_ranks, world, work, mine)
+
+
+BENCHMARK = Benchmark(__doc__, cases, lambda row: LINE.format(**row), options, tables, draw)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCHMARK.main())

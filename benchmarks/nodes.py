@@ -19,16 +19,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -70,43 +66,6 @@ class Nodes:
         # What the bridge receives from a node is what the node sent.
         return tuple((count(node, "rx"), count(node, "tx")) for node in range(self.count))
 
-    @contextmanager
-    def sampled(self, every_s: float = 0.01) -> Iterator[list[tuple[float, LinkBytes]]]:
-        """Moments (`time.perf_counter`, the same clock in all processes) with `link_bytes`."""
-        samples: list[tuple[float, LinkBytes]] = []
-        is_over = threading.Event()
-
-        def sample() -> None:
-            while not is_over.wait(every_s):
-                samples.append((time.perf_counter(), self.link_bytes()))
-
-        thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
-        try:
-            yield samples
-        finally:
-            is_over.set()
-            thread.join()
-
-    @contextmanager
-    def busy(self, node: int, rate: str) -> Iterator[None]:
-        """In it, others send to ``node`` at ``rate``, and it sends as much to them."""
-        target, outside = (self.name(node), _address(node)), (f"{self.prefix}n", _OUTSIDE)
-        context = get_context("spawn")
-        senders = [
-            context.Process(
-                target=_send, args=(os.getpid(), *way, bits_per_s(rate) / 8), daemon=True
-            )
-            for way in ((target, outside), (outside, target))
-        ]
-        try:
-            for sender in senders:
-                sender.start()
-            yield
-        finally:
-            for sender in senders:
-                sender.kill()
-
     def on_ranks(self, each: int, body: Callable[..., list[Row]], *given: Any) -> list[Row]:
         """``body(rank, *given)`` in ``each`` gloo processes per node; the first one's rows.
 
@@ -122,13 +81,6 @@ class Nodes:
                 for process in context.processes:
                     process.kill()
             return read_rows(f"{folder}/rows.json")
-
-
-_OUTSIDE = "10.88.0.254"  # a host on the bridge whose link is not shaped
-
-
-def _address(node: int) -> str:
-    return f"10.88.0.{node + 1}"
 
 
 def bits_per_s(rate: str) -> float:
@@ -160,12 +112,11 @@ def emulated(count: int, rate: str | None = None) -> Iterator[Nodes]:
         raise NoNodes(reason)
     remove_leftovers()
     nodes = Nodes(_new_prefix(), count, rate)
-    with _terminated_by_exception():
-        try:
-            _make(nodes)
-            yield nodes
-        finally:
-            _remove(nodes.prefix)
+    try:
+        _make(nodes)
+        yield nodes
+    finally:
+        _remove(nodes.prefix)
 
 
 _made = itertools.count()
@@ -207,16 +158,16 @@ def _make(nodes: Nodes) -> None:
     bridge = f"{nodes.prefix}b"
     _call(f"ip link add {bridge} type bridge")
     _call(f"ip link set {bridge} up")
-    ends = [(nodes.name(node), _address(node), nodes.rate) for node in range(nodes.count)]
-    for name, address, rate in [*ends, (f"{nodes.prefix}n", _OUTSIDE, None)]:
+    for node in range(nodes.count):
+        name = nodes.name(node)
         _call(f"ip netns add {name}")
         _call(f"ip link add {name} type veth peer name eth0 netns {name}")
         _call(f"ip link set {name} master {bridge} up")
-        _call(f"ip -n {name} address add {address}/24 dev eth0")
+        _call(f"ip -n {name} address add 10.88.0.{node + 1}/24 dev eth0")
         for device in ("eth0", "lo"):
             _call(f"ip -n {name} link set {device} up")
-        if rate is not None:
-            shape = f"root tbf rate {rate} burst {_BURST} latency 200ms"
+        if nodes.rate is not None:
+            shape = f"root tbf rate {nodes.rate} burst {_BURST} latency 200ms"
             _call(f"tc -n {name} qdisc add dev eth0 {shape}")
             _call(f"tc qdisc add dev {name} {shape}")
 
@@ -237,19 +188,6 @@ def _call(command: str, *, may_fail: bool = False) -> str:
         said = " ".join(done.stderr.split())
         raise NoNodes(f"nodes cannot be emulated here: `{command}` failed: {said}")
     return done.stdout
-
-
-@contextmanager
-def _terminated_by_exception() -> Iterator[None]:
-    """In it SIGTERM raises SystemExit, so that ``finally`` runs; in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # ---- in the processes of a node ------------------------------------------------------------
@@ -288,22 +226,3 @@ def _work(
     os.environ |= {name: str(value) for name, value in about.items()}
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     as_rank(rank, world, folder, body, *given)
-
-
-def _send(
-    parent: int, source: tuple[str, str], target: tuple[str, str], bytes_per_s: float
-) -> None:
-    """Datagrams that nobody reads, from one namespace to another, for ever."""
-    _dies_with(parent)
-    enter(target[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as received:
-        received.bind((target[1], 9))
-        enter(source[0])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
-            data = bytes(8000)
-            begin, sent = time.monotonic(), 0.0
-            while True:
-                while sent < bytes_per_s * (time.monotonic() - begin):
-                    sending.sendto(data, (target[1], 9))
-                    sent += len(data)
-                time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""How far is the simulator from what others have published? docs/simulate.md shows the tables.
+"""How far is the simulator from what others have published? docs/simulate.md tells.
 
 `published.json` has the rows as data: what was measured, where, on which device, and of what a
 prediction is made. Constants are those of `ANALYTIC_DEVICES` and `Machine.of` for all rows; which
@@ -12,9 +12,6 @@ or ``["product", how many, m, n, k, triangles]``; an exchange is ``[op, bytes, r
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Row, table
+from benchmarks.results import Row
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, AnalyticDevice, CostTable, nic_bandwidth
 from dmuon.scheduler.simulate import Exchange, Group, Machine, Run, collective
 from dmuon.scheduler.topology import Topology
-from dmuon.tools.simulate import add_arguments, run
 
 Devices = Mapping[str, AnalyticDevice]
 PUBLISHED = Path(__file__).with_suffix(".json")
@@ -216,121 +212,6 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- the seeds' headlines -----------------------------------------------------------------
-
-
-@cache
-def simulated(arguments: str) -> dict[str, float]:
-    """What ``python -m dmuon simulate`` finds with these arguments: milliseconds of a step and of
-    its optimizer with AdamW, with gather-then-compute ("naive") and with dmuon."""
-    parser, found = argparse.ArgumentParser(), {}
-    add_arguments(parser)
-    for against in ("adamw", "naive"):
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            run(parser.parse_args([*arguments.split(), "--against", against, "--json", "-"]))
-        for name, step in json.loads(text.getvalue())["steps"].items():
-            found[name], found[f"{name}, optimizer"] = step["ms"], step["optimizer_ms"]
-    return found
-
-
-def headlines() -> list[Row]:
-    """What can be simulated of what the seeds claim, each with its assumption."""
-    found = []
-    for given in document()["rows"]:
-        for setting, arguments in given.get("simulate", {}).items():
-            ms = simulated(arguments)
-            found.append({
-                "set": "headline", "name": given["name"], "published": given["published"],
-                "setting": setting, "arguments": arguments, "unknowns": given["unknowns"],
-                "optimizer": ms["naive, optimizer"] / ms["Muon, optimizer"],
-                "step": ms["naive"] / ms["Muon"], "over_AdamW": ms["Muon"] / ms["adamw"] - 1,
-                "more_ms": ms["Muon"] - ms["adamw"], "naive_more_ms": ms["naive"] - ms["adamw"],
-            })  # fmt: skip
-    return found
-
-
-# ---- tables --------------------------------------------------------------------------------
-
-
-def number(value: float | None) -> str:
-    """
-    >>> number(0.0112), number(58.25), number(1234.5), number(None)
-    ('0.0112', '58.25', '1,234', '')
-    """
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _line(row: Row) -> list[object]:
-    shown = f"{row['error']:+.0%}"
-    if row["host_bound"]:
-        shown = f"{row['factor']:.1f} x"
-    if row["calibrates"]:
-        shown += " (the constant is from here)"
-    effect = f"{row['sensitivity']}: {row['effect']:+.0%}"
-    values = (number(row[name]) for name in ("published", "predicted", "null"))
-    return [row["name"], row["tier"], row["unit"], *values, shown, effect]
-
-
-HEADINGS = ("row", "tier", "unit", "published", "predicted", "null model", "error", "10% worse")
-
-
-def tables(found: Sequence[Row], simulated_too: bool = True) -> dict[str, str]:
-    """Markdown by name: rows of tier A ("A", "products" and "exchanges"), of "B and C", "steps"
-    beside the null model, "headlines" and what is "not predicted"."""
-    can = [row for row in found if "predicted" in row]
-
-    def of(*kinds: str, tiers: Sequence[str] = ("A", "A-")) -> str:
-        return table(
-            HEADINGS,
-            (_line(row) for row in can if row["kind"] in kinds and row["tier"] in tiers),
-            left=3,
-        )
-
-    every = ("A", "A-", "B", "C")
-    shown = {
-        "A": of(*COUNTED),
-        "products": of("product"),
-        "exchanges": of("exchange", tiers=every),
-        "steps": of("step", "ratio", "rate", tiers=every),
-        "B and C": of(*COUNTED, "product", tiers=("B", "C")),
-        "not predicted": table(
-            ("row", "tier", "published", "why"),
-            (
-                (row["name"], row["tier"], row["published"], row["unknowns"])
-                for row in found
-                if row["kind"] == "not predicted"
-            ),
-            left=4,
-        ),
-    }
-    if simulated_too:
-        shown["headlines"] = headline_table(headlines())
-    return shown
-
-
-def headline_table(found: Sequence[Row]) -> str:
-    titles = ("published", "simulated", "unknown", "optimizer, naive over dmuon", "step",
-              "over AdamW", "dmuon over AdamW, ms", "naive over AdamW, ms")  # fmt: skip
-    lines = [
-        (f"{row['published']} ({row['name']})", row["setting"], row["unknowns"],
-         f"{row['optimizer']:.3g} x", f"{row['step']:.3g} x", f"{row['over_AdamW']:+.1%}",
-         number(row["more_ms"]), number(row["naive_more_ms"]))
-        for row in found
-    ]  # fmt: skip
-    return table(titles, lines, left=3)
-
-
-def main() -> None:
-    found = rows()
-    for name, shown in tables(found).items():
-        print(f"## {name}\n\n{shown}\n")
-    print(json.dumps(summary(found), indent=1))
-    for name in missed(found):
-        print(f"missed: {name}: {document()['missed'][name]}")
-
-
 def missed(found: Sequence[Row]) -> list[str]:
     """Rows of tier A beyond 30%, or twice where the host is the limit; also of products and
     exchanges, that do not count."""
@@ -340,7 +221,3 @@ def missed(found: Sequence[Row]) -> list[str]:
         for row in can
         if (row["factor"] > 2 if row["host_bound"] else abs(row["error"]) > 0.3)
     )
-
-
-if __name__ == "__main__":
-    main()

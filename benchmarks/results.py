@@ -1,4 +1,4 @@
-"""Commands, tables, pictures; results as machine, versions, rows; and a file that loses no row."""
+"""The runner of all benchmarks: tables of cases, whose rows are on disk as they are measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -105,14 +108,6 @@ def picture(
     figure.savefig(path, dpi=150)
 
 
-def write(path: str | None, rows: Sequence[Row]) -> None:
-    """The document of ``rows``: to a file, to stdout for ``-``, nowhere for None."""
-    if path == "-":
-        print(json.dumps(document(rows), indent=1))
-    elif path is not None:
-        write_json(path, document(rows))
-
-
 def write_json(path: str, found: dict[str, Any]) -> None:
     """Replace the file at once: a reader finds the old one or the new one, never half of it."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -127,11 +122,6 @@ def read_rows(path: str) -> list[Row]:
     with open(path) as file:
         rows: list[Row] = json.load(file)["rows"]
     return rows
-
-
-def show(rows: Sequence[Row], told: Callable[[Row], str]) -> None:
-    """Each row in words, at once."""
-    print(*map(told, rows), sep="\n", flush=True)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
@@ -312,3 +302,69 @@ def row_options(parser: argparse.ArgumentParser, *, device: str) -> None:
     parser.add_argument("--budget-s", type=float, help="begin nothing more after that")
     parser.add_argument("--row-s", type=float, help="end where one row takes longer")
     parser.add_argument("--resume", action="store_true", help="go on after the rows in the file")
+
+
+# ---- a benchmark ---------------------------------------------------------------------------
+
+Cases = Iterator[tuple[str, Callable[[], Sequence[Row]]]]
+"""Names, and what measures the rows of each."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A table of cases and how their rows are shown; `main` runs the cases one after the other.
+
+    ``cases`` gets the options and the rows so far, among them those of earlier cases. ``misses``
+    tells whether a row is above a limit, which fails with ``--check``.
+    """
+
+    doc: str | None
+    cases: Callable[[argparse.Namespace, list[Row]], Cases]
+    line: Callable[[Row], str]
+    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    tables: Callable[[Sequence[Row]], dict[str, str]] | None = None
+    draw: Callable[[Sequence[Row], str], None] | None = None
+    misses: Callable[[Row, argparse.Namespace], bool] | None = None
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run what the command line asks for; 1 if a case failed or a limit is missed."""
+        parser = command(self.doc)
+        parser.add_argument("--only", default="", help="cases whose name has this in it")
+        parser.add_argument("--resume", action="store_true", help="keep the rows in the file")
+        if self.misses is not None:
+            parser.add_argument("--check", action="store_true", help="fail above the limits")
+        if self.tables is not None:
+            parser.add_argument("--tables", metavar="JSON", help="print the tables of a file")
+        if self.draw is not None:
+            parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON")
+        self.options(parser)
+        args = parser.parse_args(argv)
+        if self.tables is not None and args.tables:
+            print(*self.tables(read_rows(args.tables)).values(), sep="\n\n")
+            return 0
+        if self.draw is not None and args.picture:
+            self.draw(read_rows(args.picture[1]), args.picture[0])
+            return 0
+        return self._run(args)
+
+    def _run(self, args: argparse.Namespace) -> int:
+        is_piped = args.json == "-"
+        told = sys.stderr if is_piped else sys.stdout
+        rows = Rows(None if is_piped else args.json, torch.device("cpu"), resume=args.resume)
+        rows.forget_failures()
+
+        def add(measure: Callable[[], Sequence[Row]]) -> None:
+            for row in measure():
+                rows.add(row)
+                print(self.line(row), file=told, flush=True)
+
+        for name, measure in self.cases(args, rows.rows):
+            if args.only in name:
+                rows.attempt(name, partial(add, measure))
+        if is_piped:
+            print(json.dumps(rows.document(), indent=1))
+        good = [row for row in rows.rows if "failure" not in row]
+        missed = [row for row in good if self.misses is not None and self.misses(row, args)]
+        for row in missed:
+            print(f"above its limit: {self.line(row)}", file=told)
+        return int(bool(rows.failed) or (bool(missed) and args.check))

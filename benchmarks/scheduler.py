@@ -1,11 +1,10 @@
 """How far from the optimum are plans, and how long do they take?
 
 ``python -m benchmarks.scheduler --json out.json`` plans every preset with each solver, under the
-analytic costs of a GPU; ``--measured gpt2-xl vla`` also under costs measured on this CPU (all dims
-divided by 8, so that measuring ends). ``gap`` is to the best lower bound that any solver proved;
-``lpt_elements`` and ``lpt_cost`` are longest-processing-time on the number of elements and on the
-cost of a single matrix: what is usual. ``seconds`` are CPU time. Then large models (`LARGE`), each
-in a process of its own for its peak memory, and `benchmarks.executed`.
+analytic costs of a GPU. ``gap`` is to the best lower bound that any solver proved; ``lpt_elements``
+and ``lpt_cost`` are longest-processing-time on the number of elements and on the cost of a single
+matrix: what is usual. ``seconds`` are CPU time. Then large models (`LARGE`), each in a process of
+its own for its peak memory.
 """
 
 from __future__ import annotations
@@ -16,20 +15,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.executed import executed_rows
-from benchmarks.results import Row, command, table, write
+from benchmarks.results import Benchmark, Cases, Row, table
 from dmuon.catalogue import PRESETS, model_specs
-from dmuon.comm.transport import Transport
 from dmuon.config import PlannerOptions
-from dmuon.measure import measured_costs
-from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.problem import build_problem, longest_first
 from dmuon.scheduler.solve import price_rows, solve
@@ -40,7 +34,6 @@ from dmuon.types import Algorithm
 OWNERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SOLVERS = ("round_robin", "lpt_elements", "lpt_cost", "greedy", "milp")
 COSTS = "h200"
-SHRINK = 8
 GPUS = 8  # per node
 
 
@@ -51,11 +44,6 @@ def of_shapes(shapes: Iterable[tuple[int, int]]) -> ModelSpecs:
         parameters.append(ParameterSpec(f"p{i}", (rows, cols), "float32", Algorithm.MUON, "2-D"))
         matrices.append(MatrixSpec(f"p{i}", i, rows, cols, "float32"))
     return ModelSpecs(tuple(parameters), tuple(matrices))
-
-
-def shrunk(specs: ModelSpecs) -> ModelSpecs:
-    """The same model with every dim of a matrix divided, at least 8: one parameter a matrix."""
-    return of_shapes((max(8, m.rows // SHRINK), max(8, m.cols // SHRINK)) for m in specs.matrices)
 
 
 def distinct(count: int) -> ModelSpecs:
@@ -77,15 +65,13 @@ LARGE: dict[str, tuple[Callable[[], ModelSpecs], int, float, int]] = {
 
 
 def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Row:
-    """One plan and what its certificate says."""
+    """One plan and what it claims."""
     topology = Topology.flat(owners, ranks_per_node=min(GPUS, owners))
     begin = time.process_time()
     plan = solve(specs, topology, costs, solver=solver)
     row: Row = {"solver": solver, "seconds": time.process_time() - begin}
-    certificate = certify(plan)
-    row["certified"] = certificate.ok and certificate.proven
     row["imbalance"] = plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1
-    same = ("makespan_ms", "lower_bound_ms", "status", "hit_time_limit")
+    same = ("makespan_ms", "lower_bound_ms", "status")
     return row | {name: getattr(plan, name) for name in same}
 
 
@@ -108,8 +94,9 @@ def by_weight(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     return rows
 
 
-def cell(model: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
+def cell(model: str, owners: int) -> list[Row]:
     """All solvers on one model and number of owners."""
+    specs, costs = model_specs(model), CostTable.analytic(COSTS)
     rows = by_weight(specs, owners, costs)
     rows += [planned(specs, owners, costs, name) for name in ("round_robin", "greedy", "milp")]
     bound = max(row.get("lower_bound_ms", 0.0) for row in rows)
@@ -132,75 +119,64 @@ def large(name: str) -> Row:
     return row | {"passed": row["seconds"] <= most_s and peak <= most_bytes}
 
 
-def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
-    """Costs of this CPU, measured anew."""
-    keys = [m.key for m in specs.matrices]
-    given = Transport(), keys, torch.device("cpu"), PlannerOptions()
-    return measured_costs(*given, budget_s=budget_s)
-
-
-def show(rows: list[Row]) -> None:
-    """A line a model: gaps of "milp" to the bound in percent, by owners; then the distribution."""
-    cells = [row for row in rows if row["set"] == "cells"]
-    milp = [row for row in cells if row["solver"] == "milp"]
-    owners = sorted({row["owners"] for row in cells})
-    by_model: dict[tuple[str, str], dict[int, Row]] = {}
-    for row in milp:
-        by_model.setdefault((row["model"], row["costs"].split(" ")[0]), {})[row["owners"]] = row
-    lines = [
-        (*model, *(f"{100 * found[w]['gap']:.2f}" if w in found else None for w in owners))
-        for model, found in by_model.items()
-    ]
-    print(table(("model", "costs", *owners), lines, left=2), "\n")
-    for solver in SOLVERS:
-        gaps = sorted(100 * row["gap"] for row in cells if row["solver"] == solver)
-        means = f"mean {statistics.fmean(gaps):.2f}%, median {statistics.median(gaps):.2f}%"
-        print(f"{solver:12} {means}, worst {gaps[-1]:.2f}% above the bound")
-    optimal = sum(row["status"] == "optimal" for row in milp)
-    slowest = max(milp, key=lambda row: row["seconds"])
-    print(
-        f"milp: {optimal} of {len(milp)} cells proven optimal, {sum(r['gap'] > 0.01 for r in milp)}"
-        f" above 1%, slowest {slowest['seconds']:.1f} s ({slowest['model']}, {slowest['owners']}), "
-        f"{sum(row['hit_time_limit'] for row in milp)} stopped by the clock, "
-        f"all certified: {all(row['certified'] for row in milp)}"
+def alone(name: str) -> list[Row]:
+    """`large` in a process of its own."""
+    code = (
+        f"import json; from benchmarks import scheduler as s; print(json.dumps(s.large({name!r})))"
     )
-    for row in rows:
-        if row["set"] != "cells":
-            print(json.dumps(row))
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    return [json.loads(done.stdout.splitlines()[-1])]
 
 
-def main() -> None:
-    parser = command(__doc__)
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Gaps to the bound in percent, by owners: of "milp" for each model, and of each solver the
+    mean and the worst."""
+    cells = [row for row in rows if row.get("set") == "cells"]
+    owners = sorted({row["owners"] for row in cells})
+    gaps = {(r["model"], r["owners"]): 100 * r["gap"] for r in cells if r["solver"] == "milp"}
+    models = dict.fromkeys(model for model, _ in gaps)
+    found = {
+        (solver, w): [100 * r["gap"] for r in cells if (r["solver"], r["owners"]) == (solver, w)]
+        for solver in SOLVERS
+        for w in owners
+    }
+    lines = [
+        (solver, *(f"{statistics.fmean(found[solver, w]):.1f} / {max(found[solver, w]):.1f}"
+                   for w in owners))
+        for solver in SOLVERS
+    ]  # fmt: skip
+    return {
+        "milp": table(
+            ("model", *owners),
+            [
+                (m, *(f"{gaps[m, w]:.3g}" if (m, w) in gaps else None for w in owners))
+                for m in models
+            ],
+        ),
+        "solvers": table(("solver", *owners), lines),
+    }
+
+
+def line(row: Row) -> str:
+    """A row in words."""
+    told = f"{row['model']:28} {row['owners']:5} owners {row['solver']:12} gap {row['gap']:8.3%}, "
+    return told + f"{row['seconds']:6.1f} s, {row['status']}"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--owners", nargs="+", type=int, default=OWNERS)
-    parser.add_argument("--measured", nargs="+", choices=PRESETS, default=[], metavar="MODEL")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds of measuring a model")
-    parser.add_argument("--large", choices=LARGE, help=argparse.SUPPRESS)  # in this process
-    args = parser.parse_args()
-    if args.large:
-        print(json.dumps(large(args.large)))
-        return
-    rows: list[Row] = []
-    analytic = CostTable.analytic(COSTS)
-    models: list[tuple[str, ModelSpecs, CostTable]] = [
-        (name, model_specs(name), analytic) for name in args.models
-    ]
-    for name in args.measured:
-        specs = shrunk(model_specs(name))
-        models.append((name, specs, measured(specs, args.budget)))
-    for name, specs, costs in models:
-        for owners in args.owners:
-            rows += cell(name, specs, owners, costs)
-            write(args.json if args.json != "-" else None, rows)
-            print(f"{name} {costs.source} {owners}: {rows[-1]['gap']:.3%}", file=sys.stderr)
-    for name in LARGE:
-        alone: list[Any] = [sys.executable, "-m", "benchmarks.scheduler", "--large", name]
-        done = subprocess.run(alone, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-    rows += executed_rows()
-    show(rows)
-    write(args.json, rows)
 
+
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
+    for name in args.models:
+        for owners in args.owners:
+            yield f"{name}, {owners}", partial(cell, name, owners)
+    for name in LARGE:
+        yield name, partial(alone, name)
+
+
+BENCHMARK = Benchmark(__doc__, cases, line, options, tables)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCHMARK.main())

@@ -8,10 +8,10 @@ ranks on paper. Nothing is fitted to a row. About ten minutes on two quiet cores
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -27,16 +27,11 @@ from benchmarks import published
 from benchmarks.demo import COLORS, GPT
 from benchmarks.end_to_end import CASES, PERIODS, Case
 from benchmarks.nodes import bits_per_s
-from benchmarks.results import Row, Rows, command, picture, read_rows, row_options, show, table
-from dmuon.catalogue import model_specs
-from dmuon.comm.params_runtime import open_peers
-from dmuon.comm.routes import bucket_route, units_for
-from dmuon.comm.transport import Transport
+from benchmarks.results import Benchmark, Cases, Row, picture, read_rows, table
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.network import job_of
-from dmuon.scheduler.plan import Sizes, buckets_of, units_of
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.shards import evenly_sharded, shard_map
+from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.simulate import (
     Job,
     Load,
@@ -86,7 +81,7 @@ def specs() -> ModelSpecs:
 # ---- profiles ------------------------------------------------------------------------------
 
 
-def profiled(world: int, layout: str) -> Row:
+def profiled(world: int, layout: str) -> list[Row]:
     """What so many ranks find who work on this machine at once."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/costs.json"
@@ -99,7 +94,8 @@ def profiled(world: int, layout: str) -> Row:
                               env=ONE_THREAD)  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"profile failed: {done.stderr[-2000:]}")
-        return {"set": "profile", "world": world, "layout": layout, "table": Path(path).read_text()}
+        row = {"set": "profile", "world": world, "layout": layout}
+        return [row | {"table": Path(path).read_text()}]
 
 
 def tables_of(rows: Sequence[Row]) -> dict[tuple[int, str], CostTable]:
@@ -260,11 +256,11 @@ LEFT_OUT = {
 }
 
 
-def scaled(model: str, world: int, way: str) -> Row | None:
+def scaled(model: str, world: int, way: str) -> list[Row]:
     """What Muon costs on so many H100 with a network card of 400 Gbit/s each; with the seconds and
-    memory that the command takes. None where the mesh or the layout is none."""
+    memory that the command takes. None where the mesh or the layout does not exist."""
     if way in LEFT_OUT.get(model, ()) or ("replicas" in WAYS[way] and world < 128):
-        return None
+        return []
     options = WAYS[way].format(nodes=world // 8, replicas=world // 64)
     options += f" {EXPERTS}" * (model == "deepseek-v3")
     command = [sys.executable, "-m", "dmuon", "simulate", "--model", model, *options.split(),
@@ -280,64 +276,27 @@ def scaled(model: str, world: int, way: str) -> Row | None:
     steps = found["steps"]
     muon = steps.get("naive") or steps.get("Muon") or steps["full step"]
     base = steps["adamw"]["ms"] if "adamw" in steps else None
-    return {
+    row: Row = {
         "set": "scale", "model": model, "world": world, "way": way,
         "ms": muon["ms"] if "naive" in steps else found["ms"], "adamw_ms": base,
         "optimizer_ms": muon["optimizer_ms"], "seconds": time.monotonic() - begin,
         "peak_bytes": usage.ru_maxrss << 10,
     }  # fmt: skip
+    return [row]
 
 
 WALKS = {
     "walk_llama": "--model llama3-8b --mesh 4x8 --costs analytic:h100 --nic 400Gb/node "
     "--dtype float32 --param-dtype bfloat16 --advise",
-    "walk_gpt2": "--model gpt2 --mesh 2x1 --costs analytic:rtx4090 --nic 10Gb/node --dtype float32 "
-    "--param-dtype bfloat16 --tokens 16384 --sequence 1024 --advise",
 }
 
 
-def walked(name: str) -> Row:
+def walked(name: str) -> list[Row]:
     """What the command of a question on the page prints."""
     command = [sys.executable, "-m", "dmuon", "simulate", *WALKS[name].split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=ONE_THREAD)
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    return {"set": "walk", "walk": name, "command": WALKS[name], "lines": lines}
-
-
-def at_init(model: str, world: int, replicas: int) -> Row:
-    """What planning and binding take on a rank of so many, with reports as they come from the
-    others; and the process groups that it makes, counted by one that makes none."""
-    topology = Topology((replicas, world // replicas), ("replicate", "shard"), 8, "cuda")
-    costs = CostTable.analytic("h100", momentum=False)
-    of = model_specs(model, "float32")
-    ep = 64 if model == "deepseek-v3" else 1
-    sent = [pickle.dumps(report) for report in evenly_sharded(of, topology, ep).reports]
-    begin = time.monotonic()
-    shards = shard_map(of, [pickle.loads(report) for report in sent])
-    joined = time.monotonic()
-    plan = solve(shards.specs, topology, costs, layout=Layout.SHARDED, limits=shards.limits(None))
-    planned = time.monotonic()
-    units = units_of(plan, [0] * len(plan.specs.matrices))
-    travelling = [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0])]
-    seen = units_for(units, shards, topology, 0)
-    for members in buckets_of(units, travelling, Sizes(), 2)[0]:
-        bucket_route(shards, topology, seen, members, 0)
-    bound = time.monotonic()
-    made: list[Sequence[Sequence[int]]] = []
-
-    def new_group(parts: Sequence[Sequence[int]]) -> Transport:
-        made.append(parts)
-        return Transport()
-
-    everyone = Transport()
-    everyone.world = world
-    sets = shards.partner_sets(plan.copies, topology)
-    open_peers(sets, topology, everyone, new_group, torch.device("cpu"))
-    return {
-        "set": "init", "model": model, "world": world, "replicas": replicas,
-        "report_bytes": len(sent[0]), "join_s": joined - begin, "plan_s": planned - joined,
-        "bind_s": bound - planned, "process_groups": 1 + len(made),
-    }  # fmt: skip
+    return [{"set": "walk", "walk": name, "command": WALKS[name], "lines": lines}]
 
 
 # ---- tables --------------------------------------------------------------------------------
@@ -349,19 +308,10 @@ def _of(rows: Sequence[Row], name: str) -> list[Row]:
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """Markdown by name, for docs/simulate.md."""
-    others = published.tables(
-        [row for row in rows if row["set"] == "published"], simulated_too=False
-    )
     return {
         "emulated": _errors(_of(rows, "emulated")),
-        "differences": _differences(_of(rows, "emulated")),
-        "advice": _advices(_of(rows, "advice")),
         "scale": _scales(_of(rows, "scale")),
-        "init": _inits(_of(rows, "init")),
         "published": _published(_of(rows, "published")),
-        "tier_a": others["A"],
-        "steps": others["steps"],
-        "headlines": published.headline_table(_of(rows, "headline")),
         **{row["walk"]: _walk(row["lines"]) for row in _of(rows, "walk")},
     }
 
@@ -391,32 +341,6 @@ def _errors(found: Sequence[Row]) -> str:
     return table(headings, lines)
 
 
-def _differences(found: Sequence[Row]) -> str:
-    """What an optimizer takes more than AdamW: measured and predicted."""
-    shown = ("gather-then-compute", "torch.optim.Muon", "dmuon", "dmuon P=5", "dmuon P=inf",
-             "dmuon dedicated")  # fmt: skip
-    cases = dict.fromkeys(row["case"] for row in found)
-    of = {(row["case"], row["optimizer"]): row for row in found}
-    lines = []
-    for case in cases:
-        cells = []
-        for name in shown:
-            row = of.get((case, name))
-            told = "{measured_more_ms:.0f} / {predicted_more_ms:.0f}"
-            cells.append(told.format(**row) if row else "")
-        lines.append((case, *cells))
-    return table(("more than AdamW, ms: measured / predicted", *shown), lines)
-
-
-def _advices(found: Sequence[Row]) -> str:
-    lines = [
-        (row["case"], row["what"], row["advised"], row["best"], f"{row['ratio']:.3f}")
-        for row in found
-    ]
-    headings = ("setting", "choice of", "advised", "best measured", "measured, advised over best")
-    return table(headings, lines, left=4)
-
-
 def _scales(found: Sequence[Row]) -> str:
     """Percent over AdamW, by model and number of ranks."""
     of = {(row["model"], row["world"], row["way"]): row for row in found}
@@ -431,17 +355,6 @@ def _scales(found: Sequence[Row]) -> str:
                 cells.append("" if over is None else f"{over:+.1%}")
             lines.append((model, world, *cells))
     return table(("", "ranks", *WAYS), lines)
-
-
-def _inits(found: Sequence[Row]) -> str:
-    lines = [
-        (row["model"], row["world"], row["replicas"], f"{row['report_bytes'] / 1024:.0f}",
-         *(f"{row[name]:.1f}" for name in ("join_s", "plan_s", "bind_s")), row["process_groups"])
-        for row in found
-    ]  # fmt: skip
-    headings = ("", "ranks", "replicas", "report of a rank, KiB", "join reports, s", "plan, s",
-                "routes, s", "process groups")  # fmt: skip
-    return table(headings, lines)
 
 
 def _published(found: Sequence[Row]) -> str:
@@ -495,35 +408,26 @@ def line(row: Row) -> str:
     return ", ".join(values)[:220]
 
 
-def main() -> int:
-    parser = command(__doc__)
-    row_options(parser, device="cpu")
-    args = parser.parse_args()
-    rows = Rows.of(args)
-    rows.forget_failures()
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
     for world in sorted({case.world for case in CASES}):
         for layout in ("sharded", "dedicated"):
-            rows.attempt(f"profile {world} {layout}", partial(profiled, world, layout))
-
-    def compare() -> None:
-        profiles = tables_of(rows.rows)
-        found = emulated(profiles)
-        for row in [*found, *advised(found, profiles), *published.rows(), *published.headlines()]:
-            rows.add(row)
-
-    rows.attempt("compare", compare)
+            yield f"profile {world} {layout}", partial(profiled, world, layout)
+    yield "compare", partial(compared, known)
     for name in WALKS:
-        rows.attempt(name, partial(walked, name))
+        yield name, partial(walked, name)
     for model, worlds in SCALED.items():
         for world, way in product(worlds, WAYS):
-            rows.attempt(f"scale {model} {world} {way}", partial(scaled, model, world, way))
-        for world, replicas in ((1024, 1), (4096, 1), (4096, 8)):
-            rows.attempt(
-                f"init {model} {world} {replicas}", partial(at_init, model, world, replicas)
-            )
-    show([row for row in rows.rows if row.get("set") != "profile"], line)
-    return int(bool(rows.failed))
+            yield f"scale {model} {world} {way}", partial(scaled, model, world, way)
 
+
+def compared(known: Sequence[Row]) -> list[Row]:
+    """What was measured and published beside predictions, from the profiles among ``known``."""
+    profiles = tables_of(known)
+    found = emulated(profiles)
+    return [*found, *advised(found, profiles), *published.rows()]
+
+
+BENCHMARK = Benchmark(__doc__, cases, line, tables=tables, draw=draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

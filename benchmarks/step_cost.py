@@ -9,6 +9,7 @@ module; AdamW on a plain module has gradients that nobody averages.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -19,38 +20,47 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import init_device_mesh
 
-from benchmarks.models import FIXED, Alike, Stack, Training, shard
-from benchmarks.results import Row, command, show, write
+import dmuon
+from benchmarks.models import Alike, Stack, Training, on_random, shard
+from benchmarks.results import Benchmark, Cases, Row
 from benchmarks.timing import Laps, joined, ratio, take_turns, timed_row
 
+# So that both checkouts plan alike: costs of the model, and kernels by the fixed rule.
+FIXED: dict[str, Any] = {
+    "costs": "analytic:cpu",
+    "kernels": dmuon.KernelOptions(tune_budget_s=0),
+}
 HERE = Path(__file__).parents[1]
 LAYOUTS = ("sharded", "replicated", "dedicated")
 # Name: ranks, rounds, width of the data, model. A round is one step of every contender.
-CASES: dict[str, tuple[int, int, int, Callable[[], nn.Module]]] = {
-    "400 of 16 x 16": (2, 41, 16, lambda: Alike(400, 16, 16)),
+SETS: dict[str, tuple[int, int, int, Callable[[], nn.Module]]] = {
+    "400 of 16 x 16": (2, 41, 16, lambda: Alike(400, 16)),
     "8 layers, w=256": (4, 15, 256, lambda: Stack(8, 256)),
     "4 layers, w=512": (4, 9, 512, lambda: Stack(4, 512)),
-    "toy": (1, 3, 8, lambda: Alike(4, 8, 8)),
+    "toy": (1, 3, 8, lambda: Alike(4, 8)),
 }
 WARM_UP = 4
 
 
 def contender(case: str, optimizer: str, layout: str) -> Training:
     """dmuon in one layout, or AdamW on the parameters that it would have."""
-    world, _, width, build = CASES[case]
+    world, _, width, build = SETS[case]
     torch.manual_seed(0)
     model = build()
     if layout == "sharded":
         shard(model, mesh=init_device_mesh("cpu", (world,)))
     if optimizer == "AdamW":
-        return Training(model, (4, width), [torch.optim.AdamW(model.parameters(), foreach=True)])
+        return Training(
+            model, on_random(4, width), [torch.optim.AdamW(model.parameters(), foreach=True)]
+        )
     muon = {"ns_dtype": torch.float32, "publish": "sync"}
-    return Training.of_muon(model, (4, width), {"layout": layout, **FIXED}, **muon)
+    return Training.of_muon(model, on_random(4, width), {"layout": layout, **FIXED}, **muon)
 
 
 # ---- processes that take turns -------------------------------------------------------------
@@ -68,7 +78,7 @@ def serve(rank: str, case: str, contenders: str, folder: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed is no answer
     torch.set_num_threads(1)
-    with joined(folder, int(rank), CASES[case][0]):
+    with joined(folder, int(rank), SETS[case][0]):
         field = [contender(case, optimizer, layout) for optimizer, layout in json.loads(contenders)]
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
@@ -86,7 +96,7 @@ class Side:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         given = (case, json.dumps(contenders), folder)
         self.ranks = []
-        for rank in range(CASES[case][0]):
+        for rank in range(SETS[case][0]):
             process = subprocess.Popen(
                 [sys.executable, "-c", _BEGIN, str(HERE), str(checkout), str(rank), *given],
                 stdin=subprocess.PIPE,
@@ -142,12 +152,12 @@ def measure(case: str, layouts: Sequence[str], checkouts: Sequence[Path], rounds
         }
         times = take_turns(turns, rounds, warm_up=WARM_UP)
     with torch.device("meta"):
-        matrices = sum(p.ndim == 2 for p in CASES[case][3]().parameters())
+        matrices = sum(p.ndim == 2 for p in SETS[case][3]().parameters())
     rows = []
     for which, checkout in enumerate(checkouts):
         for (optimizer, layout), name in zip(field, names):
             whole, _, step, _ = zip(*times[f"{which}: {name}"])
-            row = timed_row(case, optimizer, layout, CASES[case][0], step)
+            row = timed_row(case, optimizer, layout, SETS[case][0], step)
             row |= {
                 "checkout": "here" if which == 0 else checkout.name,
                 "whole_ms": statistics.median(whole),
@@ -179,30 +189,32 @@ def line(row: Row) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = command(__doc__)
-    parser.add_argument("--sets", nargs="+", choices=CASES, default=list(CASES)[:-1])
+def checkout(text: str) -> Path:
+    """The root of another checkout."""
+    if not (Path(text) / "dmuon" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no dmuon/ in it; name its root")
+    return Path(text).resolve()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS)[:-1])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--rounds", type=int, help="of each set, after a few to warm up")
-    parser.add_argument("--against", metavar="PATH", type=Path, help="another checkout")
+    parser.add_argument("--against", metavar="PATH", type=checkout, help="another checkout")
     parser.add_argument("--limit", type=float, default=1.05, help="of --check")
-    parser.add_argument("--check", action="store_true", help="fail where dmuon is slower than that")
-    args = parser.parse_args(argv)
-    if args.against is not None and not (args.against / "dmuon" / "__init__.py").is_file():
-        parser.error(f"--against {args.against}: there is no dmuon/ in it; name a checkout's root")
-    checkouts = [HERE] + ([] if args.against is None else [args.against.resolve()])
-    rows: list[Row] = []
-    for case in args.sets:
-        found = measure(case, args.layouts, checkouts, args.rounds or CASES[case][1])
-        show(found, line)
-        rows += found
-    write(args.json, rows)
-    mine = [row for row in rows if row["optimizer"] == "dmuon" and "ratio_to_other" in row]
-    slow = [row for row in mine if row["ratio_to_other"] > args.limit]
-    for row in slow:
-        print(f"slower: {line(row)}")
-    return int(args.check and bool(slow))
 
+
+def cases(args: argparse.Namespace, known: list[Row]) -> Cases:
+    checkouts = [HERE] + [args.against] * (args.against is not None)
+    for case in args.sets:
+        yield case, partial(measure, case, args.layouts, checkouts, args.rounds or SETS[case][1])
+
+
+def misses(row: Row, args: argparse.Namespace) -> bool:
+    return row["optimizer"] == "dmuon" and bool(row.get("ratio_to_other", 0.0) > args.limit)
+
+
+BENCHMARK = Benchmark(__doc__, cases, line, options, misses=misses)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

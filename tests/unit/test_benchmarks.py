@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpus, muonbp, step_cost, timing
+from benchmarks import muonbp, step_cost, timing
 from benchmarks.timing import Laps, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_laps_and_examples_in_docstrings():
 def test_step_cost_compares_two_checkouts(tmp_path, capsys):
     path = tmp_path / "rows.json"
     command = ["--sets", "toy", "--layouts", "replicated", "--json", str(path), "--against"]
-    assert step_cost.main([*command, str(ROOT), "--check", "--limit", "1000"]) == 0
+    assert step_cost.BENCHMARK.main([*command, str(ROOT), "--check", "--limit", "1000"]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["checkout"], row["optimizer"]) for row in rows] == [
         ("here", "dmuon"), ("here", "AdamW"), (ROOT.name, "dmuon"), (ROOT.name, "AdamW"),
@@ -62,18 +62,8 @@ def test_step_cost_compares_two_checkouts(tmp_path, capsys):
     assert rows[0]["ratio_to_other"] > 0 and "ratio_to_other" not in rows[2]
     assert rows[0]["whole_ms"] > rows[0]["median_ms"]
     with pytest.raises(SystemExit):
-        step_cost.main([*command, str(tmp_path)])
+        step_cost.BENCHMARK.main([*command, str(tmp_path)])
     assert "there is no dmuon/ in it" in capsys.readouterr().err
-
-
-def test_a_table_of_cpus(tmp_path, capsys):
-    path = tmp_path / "cpus.json"
-    command = ["--toy", "--case-s", "0.01", "--kinds", "AVX512_CORE_AMX", "AVX2"]
-    assert cpus.main([*command, "--json", str(path)]) == 0
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["kind"] == "AVX2"]
-    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
-    assert all(row["ratio"] > 0 and row["chosen_in_ms"] >= 0 for row in rows)
-    assert "| 2 x 40 x 64 | float32 |" in capsys.readouterr().out
 
 
 def muonbp_rows(seeds: int) -> list[dict]:
@@ -90,18 +80,15 @@ def muonbp_rows(seeds: int) -> list[dict]:
     return rows
 
 
-def test_tables_and_picture_of_muonbp(tmp_path, capsys, monkeypatch):
+def test_tables_and_picture_of_muonbp(tmp_path, capsys):
     assert doctest.testmod(muonbp) == (0, 1)
     rows = muonbp_rows(seeds=2)
     kinds = [tuple(row[key] for key in muonbp.KEYS) for row in rows]
     assert len(set(kinds)) == len(kinds) == 2 * (1 + 5 * 2 * 2 + 1 + 4) + 2
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr("sys.argv", ["muonbp", "--table", str(path)])
-    muonbp.main()
+    assert muonbp.BENCHMARK.main(["--tables", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "| seed 0 | 2.000000 | 2.000000 | 2.000000 |" in lines
-    assert "| seed 1 |  | 2.100000 |  |" in lines
     assert "| P = 2 | +2 (+2…+2) | +4 (+4…+4) | +4 (+4…+4) | +8 (+8…+8) |" in lines
     assert "| P = ∞ | +10 (+10…+10) | +20 (+20…+20) | +20 (+20…+20) | +40 (+40…+40) |" in lines
     (muon,) = (line for line in lines if line.startswith("| Muon |"))

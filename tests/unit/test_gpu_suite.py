@@ -352,8 +352,8 @@ runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 
 def test_a_dry_run_measures_something_in_every_part(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # The others are these with other arguments, or judged above and below.
-    names = ["smoke", "rivals", "whole", "profile"]
+    # The others are these with other arguments, or judged above and below in this process.
+    names = ["smoke", "rivals"]
     archive = tmp_path / "brought back" / "all.tar.gz"
     command = [sys.executable, "-c", DRY, "--out", str(tmp_path), "--parts", ",".join(names)]
     command += ["--archive", str(archive)]
@@ -361,7 +361,7 @@ def test_a_dry_run_measures_something_in_every_part(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "To go on" not in ended.stdout, "its budget reaches for everything"
     files = {f"gpu/{name}.{kind}" for name in names for kind in ("json", "log")}
-    files |= {"gpu/gpu.json", "gpu/gpu.md", "gpu/full.trace.json.gz", "gpu/block.trace.json.gz"}
+    files |= {"gpu/gpu.json", "gpu/gpu.md"}
     assert files <= packed(archive)
     whole = on_disk(tmp_path / "gpu.json")
     assert [one["name"] for one in whole["rows"]] == names
@@ -372,18 +372,26 @@ def test_a_dry_run_measures_something_in_every_part(tmp_path):
     assert {row["setting"].split(",")[0] for row in trained} == set(gpu_parts.LAYOUTS)
     assert {row["travelled"] for row in trained} == {0, 11}, "all matrices travel, or none"
     assert any("period" in row["setting"] for row in trained)
-    full, block = on_disk(tmp_path / "profile.json")["rows"]
-    assert (full["name"], block["name"]) == ("full step", "block step")
-    for row in (full, block):
-        assert row["host_ms"] > 0 and row["aten_calls"] > 0 and row["kernels"] > 0
-        assert {"busy_ms", "idle_ms", "longest_gaps_us", "launches", "step_bytes"} <= row.keys()
     measured = [r for r in on_disk(tmp_path / "rivals.json")["rows"] if "contender" in r]
     timed = {row["contender"] for row in measured if "median_ms" in row}
     assert {"standard", "ours", "torch.optim.Muon"} <= timed
     assert {row["contender"] for row in measured if "left_out" in row} == {*RIVALS} - timed
-    steps = on_disk(tmp_path / "whole.json")["rows"]
-    assert [row["contender"] for row in steps] == ["dmuon.Muon", "torch.optim.Muon"]
-    assert all(row["median_ms"] > 0 for row in steps) and steps[0]["lists"] == "torch"
+
+
+def test_a_whole_step_and_the_profiles_of_both_kinds(tmp_path):
+    rows = Rows(str(tmp_path / "profile.json"), CPU)
+    gpu_parts.profile(rows, CPU, toy=True)
+    assert [row["name"] for row in rows.rows] == ["full step", "block step"]
+    for row in rows.rows:
+        assert row["host_ms"] > 0 and row["aten_calls"] > 0 and row["kernels"] > 0
+        assert {"busy_ms", "idle_ms", "longest_gaps_us", "launches", "step_bytes"} <= row.keys()
+    assert {path.name for path in tmp_path.glob("*.gz")} == {
+        "full.trace.json.gz", "block.trace.json.gz"
+    }  # fmt: skip
+    rows = Rows(None, CPU)
+    gpu_parts.whole(rows, CPU, toy=True)
+    assert [row["contender"] for row in rows.rows] == ["dmuon.Muon", "torch.optim.Muon"]
+    assert all(row["median_ms"] > 0 for row in rows.rows) and rows.rows[0]["lists"] == "torch"
 
 
 def test_a_call_that_is_cut_off_leaves_an_archive(tmp_path, monkeypatch):

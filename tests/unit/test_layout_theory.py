@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import layout_theory
-from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
+from tests import layout_theory
+from tests.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
 
 # Bytes of an element: all different, so that none can stand for another.
 ITEMS = {"kept": 8, "used": 2, "gradients": 4, "updates": 1}

@@ -12,8 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.links import contention
 from dmuon.scheduler.topology import Topology, layer_of, natural_key, place
+
+
+def contention(owners: Sequence[int], topology: Topology) -> tuple[float, float]:
+    """How many of as many consecutive matrices, in launch order, as there are columns have owners
+    on one node, and in one column: the most crowded in each window, in the mean of all windows."""
+    window = min(topology.columns, len(owners))
+    slot = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
+    parts = [owners[i : i + window] for i in range(len(owners) - window + 1)]
+    crowds = [
+        [max(Counter(slot[owner][axis] for owner in part).values()) for part in parts]
+        for axis in (0, 1)
+    ]
+    return sum(crowds[0]) / len(parts), sum(crowds[1]) / len(parts)
+
 
 TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the shapes of a layer's matrices
 
@@ -259,19 +272,6 @@ def test_the_natural_order_is_total(names, shuffled):
 
 
 # ---- contention --------------------------------------------------------------------------
-
-
-@given(cases(matrices=25))
-def test_contention_counts_every_window(case):
-    topology, owners = case.topology, case.place()
-    slots = {r: (n, c) for n, row in enumerate(topology.slots()) for c, r in enumerate(row)}
-    size = min(topology.columns, len(owners))
-    parts = [owners[i : i + size] for i in range(len(owners) - size + 1)] if owners else []
-    crowds = [
-        [max(Counter(slots[o][axis] for o in part).values()) for part in parts] for axis in (0, 1)
-    ]
-    means = [sum(c) / len(c) if c else 0.0 for c in crowds]
-    assert contention(owners, topology) == pytest.approx(means)
 
 
 def test_contention_of_the_xor_order_and_of_rows():

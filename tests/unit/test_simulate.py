@@ -14,7 +14,6 @@ import pytest
 import dmuon
 import dmuon.scheduler.network as network
 import dmuon.tools.simulate as tool
-from benchmarks import layout_theory as theory
 from benchmarks import simulate as measured
 from benchmarks.results import read_rows
 from dmuon.__main__ import main
@@ -42,6 +41,7 @@ from dmuon.scheduler.simulate import (
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
+from tests import layout_theory as theory
 from tests.fake_cuda import llama, rank_of
 
 RATES = Rates(1e14, 1e12, 1e12, 0.0, 0.0, 0.0)
