@@ -35,10 +35,11 @@ from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
 from dmuon.comm.process_groups import attempt_in_all, solve_on_first
 from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
+from dmuon.groups import Group, NamedGroups
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, on_links
-from dmuon.ownership import Ownership, ownerships_of
+from dmuon.ownership import Ownership, ownerships_in, ownerships_of
 from dmuon.scheduler.costs import CostTable, analytic_class, resolve_costs
 from dmuon.scheduler.network import parts_of, planned
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
@@ -116,6 +117,33 @@ class Request:
     kernels: config.KernelOptions = config.KernelOptions()  # noqa: RUF009  frozen
     mesh: DeviceMesh | None = None
     ns_dtype: str | torch.dtype = "auto"
+
+    @classmethod
+    def of(cls, dedicate: Mapping[str, Any] | None, planned: Sequence[Ownership]) -> Request:
+        """The ``dedicate=`` of an optimizer, or how its parameters were ``planned`` already."""
+        asked = dict(dedicate or {})
+        known = [f.name for f in fields(cls) if f.name != "ns_dtype"]
+        if unknown := sorted(asked.keys() - {*known}):
+            raise TypeError(
+                "dedicate= takes keyword arguments of dmuon.dedicate_params "
+                f"({', '.join(known)}), found {unknown}"
+            )
+        if asked and planned:
+            raise OwnershipError(
+                "dedicate= says how to plan, but these parameters are planned: say it there (in "
+                "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
+            )
+        if planned:
+            return planned[0].asked
+        request = cls(**asked)
+        reduces = getattr(request.options, "reduce_to_owner", False)
+        if request.layout == Layout.DEDICATED or reduces:
+            raise OwnershipError(
+                "dedicate= says how to plan at the first step, and layout='dedicated' and "
+                "reduce_to_owner=True take gradients in the backward before it: call "
+                "dmuon.dedicate_params(model, ...) with these arguments before dmuon.Muon(model)"
+            )
+        return request
 
 
 class Dedicate(TypedDict, total=False):
@@ -206,6 +234,47 @@ def plan_given(given: Given, request: Request) -> Ownership:
     if transport.rank == 0:
         ddp = given.ddp and {"DDP": given.ddp.process_group}
         _warn_of_timeouts(ddp or dtensors.groups_of(mesh, named))
+    return ownership
+
+
+def plan_groups(
+    groups: NamedGroups,
+    held: Sequence[Group],
+    named: Callable[[], dtensors.Named],
+    request: Request,
+    sizes: Callable[[ModelSpecs], StateSizes],
+    before: Ownership | None = None,
+) -> Ownership:
+    """`dedicate_params` for the parameters that an optimizer has in its param groups now.
+
+    ``held`` are these groups, whose parameters are exchanged for the model's own of now; ``named``
+    reads them. ``before``: the ownership that is replaced.
+    """
+    model, flaw = None, None
+    try:
+        named()
+        model = groups.exchange(held)
+        now = named()
+    except Exception as error:  # perhaps on this rank alone
+        flaw, now = error, [("", p) for group in held for p in group["params"]]
+    # Another optimizer of these parameters ends here, as where one is trained after another.
+    for other in ownerships_in(model, (p for _, p in now), by_optimizers=True):
+        if other is not before:
+            other.close()
+
+    def routed() -> ModelSpecs:
+        if flaw is not None:
+            raise flaw
+        return groups.specs(now)
+
+    ownership = plan_given(Given(model, now, routed, before, sizes), request)
+    if not ownership.plan.specs.matrices and ownership.rank == 0:
+        warn(
+            "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
+            "when one is unfrozen, or added with opt.add_param_group",
+            of_rank=True,
+        )
+    ownership.by_optimizer = True
     return ownership
 
 

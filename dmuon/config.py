@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -195,13 +195,35 @@ def _values(options: Any) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in fields(options)}
 
 
-class _Checked:
-    """Options that are checked when they are made."""
+# Names that are taken for one more release, with a warning, and what has their value now; None:
+# nothing has, because the plan chooses it.
+RETIRED: dict[str, dict[str, str | None]] = {
+    "Muon": {"betas": "adamw_betas"},
+    "ShardedOptions": {"buffers": None},
+}
+
+
+def renamed(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``owner`` under the names of now, with one warning about retired ones."""
+    retired = {name: new for name, new in RETIRED.get(owner, {}).items() if name in given}
+    if retired:
+        told = [f"{n}= ({(new and f'pass {new}=') or 'ignored'})" for n, new in retired.items()]
+        text = f"dmuon.{owner} will not take {', '.join(told)} after this release"
+        warn(text, FutureWarning)
+    kept = {name: value for name, value in given.items() if name not in retired}
+    return kept | {new: given[name] for name, new in retired.items() if new}
+
+
+class Checked:
+    """Options that are checked when they are made. A retired one is an `InitVar`."""
 
     __slots__ = ()
 
-    def __post_init__(self) -> None:
-        checked(_rules(type(self)), _values(self), owner=f"{type(self).__name__}.")
+    def __post_init__(self, *retired: object) -> None:
+        owner = type(self).__name__
+        given = zip(RETIRED.get(owner, ()), retired, strict=True)
+        renamed(owner, {name: value for name, value in given if value is not None})
+        checked(_rules(type(self)), _values(self), owner=f"{owner}.")
 
 
 # ---- options -----------------------------------------------------------------------------
@@ -212,7 +234,7 @@ BATCH_BYTES = BATCH_BUCKETS * BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerOptions(_Checked):
+class PlannerOptions(Checked):
     """Limits of planning.
 
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
@@ -240,7 +262,7 @@ class PlannerOptions(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class KernelOptions(_Checked):
+class KernelOptions(Checked):
     """How owners compute Newton-Schulz.
 
     ``method``: "standard", "gram" (with the restarts that are safe), "gram[2]" and so on fix the
@@ -267,7 +289,7 @@ class KernelOptions(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicatedOptions(_Checked):
+class ReplicatedOptions(Checked):
     """How the `replicated` layout works.
 
     ``publish_bucket_bytes``: updates of about so many bytes per owner travel in one collective
@@ -292,24 +314,23 @@ class ReplicatedOptions(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedOptions(_Checked):
+class ShardedOptions(Checked):
     """How the `sharded` layout moves bytes.
 
     ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
     so that traffic hides behind computing (None: into 4, but none smaller than 2 MiB, because each
-    collective takes its time). ``buffers``: buckets that may be under way to their owners, and as
-    many on their way back. ``timeout_s``: see `ReplicatedOptions`.
+    collective takes its time). ``timeout_s``: see `ReplicatedOptions`.
     """
 
     bucket_bytes: int | None = _default(None, COUNT.or_none())
     min_buckets: int | None = _default(None, COUNT.or_none())
-    buffers: int = _default(2, COUNT)
+    buffers: InitVar[int | None] = None
     timeout_s: float | None = _default(None, SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
-class DedicatedOptions(_Checked):
+class DedicatedOptions(Checked):
     """How the `dedicated` layout moves bytes.
 
     ``prefetch``: how many groups of modules are gathered ahead of the one that runs.
@@ -413,8 +434,8 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
 # ---- steps -------------------------------------------------------------------------------
 
 # A full step of MuonBP orthogonalizes whole matrices, a block step only what each rank holds;
-# Algorithm 1 of https://openreview.net/forum?id=mHouLSUQP5. Nothing here communicates: what a step
-# does is a function of the step count alone, so that all ranks agree without asking.
+# Algorithm 1 of https://openreview.net/forum?id=mHouLSUQP5. What a step does is a function of the
+# step count alone, so that all ranks agree without asking.
 
 Period = float | Callable[[int], float]
 """A whole number of steps >= 1, `math.inf` (never a full step), or a function of the step."""
@@ -423,12 +444,8 @@ _NEVER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class LinearPeriod(_Checked):
+class LinearPeriod(Checked):
     """A period that goes from ``start`` at step 0 to ``end`` at step ``steps``, and stays there.
-
-    >>> period = LinearPeriod(2, 20, steps=90)
-    >>> period(0), period(45), period(90), period(1000)
-    (2.0, 11.0, 20.0, 20.0)
 
     Raises:
         TypeError: an argument is no number, or ``steps`` no whole one.
@@ -456,13 +473,6 @@ class Schedule:
 
     ``t`` is the step to come, counted from 0; ``last_full`` the last full step that was taken, -1
     when there was none.
-
-    >>> schedule, full = Schedule(3), []
-    >>> for _ in range(7):
-    ...     full.append(schedule.is_full(schedule.t))
-    ...     schedule.advance()
-    >>> full
-    [True, False, False, True, False, False, True]
     """
 
     def __init__(self, period: Period) -> None:
@@ -496,11 +506,7 @@ class Schedule:
         self.t += 1
 
     def describe(self) -> str:
-        """The period as text, alike on all ranks that were given the same one.
-
-        >>> Schedule(5).describe(), Schedule(LinearPeriod(2, 20, 90)).describe()
-        ('5', 'LinearPeriod(start=2, end=20, steps=90)')
-        """
+        """The period as text, alike on all ranks that were given the same one."""
         if isinstance(self._period, LinearPeriod) or not callable(self._period):
             return str(self._period)
         # Not the repr of other callables: it holds an address, which differs from rank to rank.
@@ -542,11 +548,7 @@ class Schedule:
 
 
 def is_exchange_step(step: int) -> bool:
-    """Whether the ranks exchange their times at the end of this step, counted from 1.
-
-    >>> [step for step in range(1, 800) if is_exchange_step(step)]
-    [4, 16, 64, 256, 512, 768]
-    """
+    """Whether the ranks exchange their times at the end of this step, counted from 1."""
     return step in (4, 16, 64) or (step > 0 and step % 256 == 0)
 
 
@@ -590,11 +592,7 @@ def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """Advice on a word that is not among the ``known``.
-
-    >>> instead("wd", ["weight_decay"])
-    "did you mean 'weight_decay'? Else remove it"
-    """
+    """Advice on a word that is not among the ``known``."""
     if name in _FLAGS:
         return f"dmuon has no such flag, because {_FLAGS[name][1]}: leave the flag out"
     meant = near(name, known)

@@ -25,12 +25,20 @@ from dmuon import config
 from dmuon.comm.hooks import refuse_fsdp1, reshard
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.rule import rule_of
-from dmuon.scheduler.select import LISTS, THREE_WAYS, Member, Routes, collect, no_matrix, routes_of
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
+from dmuon.scheduler.select import (
+    LISTS,
+    THREE_WAYS,
+    Member,
+    Route,
+    Routes,
+    collect,
+    no_matrix,
+    routes_of,
+)
+from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, grouped
 
 Group = dict[str, Any]
-Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 Pair = tuple[str | None, Tensor]
 # Of a parameter: the number of its model, its name there, the module that holds it, its name in it.
 _Place = tuple[int, str, weakref.ref[nn.Module], str]
@@ -88,9 +96,14 @@ def is_pair(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
+def entries_of(groups: Iterable[Group]) -> list[Any]:
+    """Whatever the groups have as parameters, without names."""
+    return [e[1] if is_pair(e) else e for group in groups for e in group["params"]]
+
+
 def members(group: Group) -> list[Pair]:
     """The parameters of a group, each with its name or None."""
-    found = [e[1] if is_pair(e) else e for e in group["params"]]
+    found = entries_of([group])
     if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
         expected = "parameters or (name, parameter) pairs"
         raise TypeError(f"the 'params' of a param group are {expected}, found {wrong[0]}")

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from dmuon import config, devices
-from dmuon.api import Dedicate, Given, Request, log_plan, plan_given
+from dmuon.api import Dedicate, Request, log_plan, plan_groups
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import attempt_in_all, check_planned_together
@@ -37,20 +37,18 @@ from dmuon.groups import (
     Accepted,
     Group,
     NamedGroups,
-    Route,
     check_group,
     completed,
     describe,
-    is_pair,
+    entries_of,
     read_groups,
 )
 from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import Orthogonalizer
-from dmuon.ownership import Ownership, ownership_of, ownerships_of
+from dmuon.ownership import Ownership, ownerships_in, routes_in
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
-from dmuon.scheduler.select import routes_of
 from dmuon.scheduler.specs import ModelSpecs, StateSizes, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
@@ -131,7 +129,6 @@ class Muon(Optimizer):
         adamw_lr: for AdamW's parameters; None means ``lr``.
         adamw_weight_decay: for AdamW's parameters; None means ``weight_decay``.
         dedicate: how it plans, as in `dmuon.dedicate_params`: ``{"heads": {"*.qkv.weight": 12}}``.
-        betas: ``adamw_betas``, as `torch.optim.AdamW` calls them.
         others: keywords of other optimizers: a value that is False or None, such as
             ``foreach=False``, is ignored.
 
@@ -176,18 +173,21 @@ class Muon(Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
-        betas: tuple[float, float] | None = None,
         dedicate: Dedicate | None = None,
         **others: Unpack[OthersFlags],
     ) -> None:
-        for name, value in others.items():
+        given_too = config.renamed("Muon", others)
+        if (both := given_too.pop("adamw_betas", adamw_betas)) != adamw_betas != (0.9, 0.95):
+            raise TypeError(
+                f"betas={both} and adamw_betas={adamw_betas} are the same thing: pass one of them"
+            )
+        for name, value in given_too.items():
             if not config.is_idle(name, value):
                 raise TypeError(f"dmuon.Muon has no keyword {name!r}: {_instead(name)}")
         muon = config.MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
-        both = _betas_of(adamw_betas, betas)
         adamw = config.AdamWDefaults(adamw_lr, both, adamw_eps, adamw_weight_decay)
         config.checked(config.RETIRED_RULES, {"publish": publish})
         if publish == "async":
@@ -197,7 +197,7 @@ class Muon(Optimizer):
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
         }  # fmt: skip
         given = read_groups(params)
-        ownerships = _ownerships_in(params, given)
+        ownerships = ownerships_in(params, entries_of(given))
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, NamedGroups(params))
@@ -226,9 +226,9 @@ class Muon(Optimizer):
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
-        run.asked = _request(dedicate, ownerships)
+        run.asked = Request.of(dedicate, ownerships)
         run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
-        made = run.groups.read(given, _planned(ownerships))
+        made = run.groups.read(given, routes_in(ownerships))
         if ownerships:
             _check_members(made, ownerships)
         return made
@@ -268,7 +268,7 @@ class Muon(Optimizer):
         run = self._run
         if not run.engines:
             # dedicate_params may have been called since.
-            ownerships = _ownerships_in(run.groups.passed, self.param_groups)
+            ownerships = ownerships_in(run.groups.passed, entries_of(self.param_groups))
             # Whatever mode a report is asked for in, training goes on with what is made here.
             with torch.inference_mode(False), torch.no_grad():
                 self._bind(ownerships or [self._new_ownership()])
@@ -277,38 +277,13 @@ class Muon(Optimizer):
     def _new_ownership(self, before: Ownership | None = None) -> Ownership:
         """An ownership of the parameters that are in the groups now, which replaces ``before``."""
         run = self._run
-        model, flaw = None, None
-        try:
-            self._named()
-            model = run.groups.exchange(self.param_groups)
-            named = self._named()
-        except Exception as error:  # perhaps on this rank alone
-            flaw, named = error, [("", p) for group in self.param_groups for p in group["params"]]
-        # Another optimizer of these parameters ends here, as where one is trained after another.
-        for other in _ownerships_in(model, self.param_groups, by_optimizers=True):
-            if other is not before:
-                other.close()
-
-        def routed() -> ModelSpecs:
-            if flaw is not None:
-                raise flaw
-            return run.groups.specs(named)
-
         request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
 
         def sizes(specs: ModelSpecs) -> StateSizes:
-            own = map(dict(named).__getitem__, (spec.name for spec in specs.parameters))
+            own = map(dict(self._named()).__getitem__, (spec.name for spec in specs.parameters))
             return self._state_sizes(specs, own, self.param_groups)
 
-        ownership = plan_given(Given(model, named, routed, before, sizes), request)
-        if not ownership.plan.specs.matrices and ownership.rank == 0:
-            warn(
-                "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
-                "when one is unfrozen, or added with opt.add_param_group",
-                of_rank=True,
-            )
-        ownership.by_optimizer = True
-        return ownership
+        return plan_groups(run.groups, self.param_groups, self._named, request, sizes, before)
 
     def _refusal(self) -> Exception | None:
         """The error of ``param_groups``, if any; `NewParameters` if this step has to plan again."""
@@ -432,7 +407,7 @@ class Muon(Optimizer):
                 )
         _check_members(self.param_groups, ownerships)
         _check_switches(run, ownerships)
-        planned, made = _planned(ownerships), []
+        planned, made = routes_in(ownerships), []
         for number, group in enumerate(self.param_groups):
             algorithms = groups.algorithms[number]
             algorithms |= {planned[p][0].algorithm for p in group["params"] if p in planned}
@@ -461,7 +436,7 @@ class Muon(Optimizer):
 
     def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
         """In lines, what must be alike on all ranks; logical shapes, because of placeholders."""
-        shapes = {p: spec.shape for p, (spec, _) in _planned(ownerships).items()}
+        shapes = {p: spec.shape for p, (spec, _) in routes_in(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]
         for number, group in enumerate(made):
@@ -628,20 +603,8 @@ class Muon(Optimizer):
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step. No collective call, but it waits for pending updates.
 
-        ``update_rms``: by name, the RMS of the matrix's update over the learning rate, on every
-        rank (`dedicated`: on its owner); after a block step that of this rank's blocks.
-        ``ns_ms``: milliseconds of Newton-Schulz on this rank, momentum included where it lies with
-        owners (``reduce_to_owner``, `dedicated`). ``bytes``: what this rank handed to collectives
-        since the step before, by purpose. ``kernels``: what Newton-Schulz ran on this rank, by the
-        shapes that ran together (``ran``, such as ``gram[2]/torch_strips/float32``), the
-        ``workspace_bytes`` that are kept, the state of ``cuda_graphs``, and whose ``lists`` of
-        elementwise work run, "triton"'s or "torch"'s. ``finite``: no rank found a non-finite
-        gradient (after a block step: this rank did not). ``skipped``: how many steps were skipped,
-        wholly or in part, of block steps since the last full one those that this rank knows of.
-        ``below_eps``: how many matrices had a norm below ``eps``
-        (docs/reliability.md). ``step_bytes``: the memory that a full step takes on this rank, by
-        purpose (docs/sharded.md). In `sharded`, and in `replicated` without ``reduce_to_owner``,
-        also ``full_step`` (or a block step).
+        ``steps``, ``update_rms`` by matrix, ``ns_ms``, ``bytes`` and ``step_bytes`` by purpose,
+        ``kernels``, ``finite``, ``skipped``, ``below_eps`` and ``full_step`` (docs/metrics.md).
         """
         run = self._run
         if not run.engines:
@@ -656,15 +619,6 @@ class Muon(Optimizer):
         """Numbers of the last step, for a logger (docs/metrics.md). No collective call, and no wait
         for a device: where that is behind they are of the newest step that it has done since the
         first call. What is not known has no key, so before the first step it is empty.
-
-        ``grad_norm``: of all gradients on all ranks, as `step` got them: clipped, if they were.
-        ``update_rms/<group>/mean`` and ``/max``: of ``update_rms`` in `stats`, over the matrices of
-        a param group that were updated; a group goes by its ``name``, or by its number. ``ns_ms``:
-        Newton-Schulz. ``gather_ms``, ``scatter_ms``: waiting for what travels to owners, and back.
-        ``exposed_ms``: waiting for these and for what all ranks agree on; the rest of a step's time
-        is this rank's own work. ``planned_ratio``: ``ns_ms`` over what the plan expects of this
-        rank, where prices were measured. ``steps``, ``bytes``, ``skipped``, ``below_eps``: see
-        `stats`.
         """
         run = self._run
         found = [engine.records() for engine in run.engines]
@@ -822,20 +776,6 @@ def _instead(name: str) -> str:
     return config.instead(name, [*signature(Muon.__init__).parameters][1:])
 
 
-def _betas_of(
-    adamw_betas: tuple[float, float], betas: tuple[float, float] | None
-) -> tuple[float, float]:
-    """AdamW's betas, which have two names."""
-    if betas is None:
-        return adamw_betas
-    if adamw_betas not in ((0.9, 0.95), betas):
-        raise TypeError(
-            f"betas={betas} and adamw_betas={adamw_betas} are the same thing: pass one of them"
-        )
-    config.checked({"betas": config.BETAS}, {"betas": betas})
-    return betas
-
-
 @dataclass(eq=False)
 class _Run:
     """All that changes about an optimizer: writes to one that a framework (Lightning) puts in front
@@ -857,48 +797,9 @@ class _Run:
     accepted: Accepted | None = None
 
 
-def _ownerships_in(
-    model: object, groups: Sequence[Group], *, by_optimizers: bool = False
-) -> list[Ownership]:
-    """The open ownerships of what was given, made by `dedicate_params` or ``by_optimizers``."""
-    entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
-    of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
-    found = [*of_model, *(ownership_of(e) for e in entries if isinstance(e, Tensor))]
-    ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
-    for ownership in ownerships if not by_optimizers else ():
-        ownership.find_parameters()
-    return ownerships
-
-
-def _request(dedicate: Dedicate | None, ownerships: Sequence[Ownership]) -> Request:
-    """How to plan, now or again; TypeError for unknown keywords."""
-    asked: dict[str, Any] = dict(dedicate or {})
-    known = [f.name for f in fields(Request) if f.name != "ns_dtype"]
-    if unknown := sorted(asked.keys() - {*known}):
-        raise TypeError(
-            f"dedicate= takes keyword arguments of dmuon.dedicate_params ({', '.join(known)}), "
-            f"found {unknown}"
-        )
-    if asked and ownerships:
-        raise OwnershipError(
-            "dedicate= says how to plan, but these parameters are planned: say it there (in "
-            "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
-        )
-    if ownerships:
-        return ownerships[0].asked
-    request = Request(**asked)
-    if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):
-        raise OwnershipError(
-            "dedicate= says how to plan at the first step, and layout='dedicated' and "
-            "reduce_to_owner=True take gradients in the backward before it: call "
-            "dmuon.dedicate_params(model, ...) with these arguments before dmuon.Muon(model)"
-        )
-    return request
-
-
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
     """Each planned parameter must be in exactly one group, and each trainable one planned."""
-    names = {p: spec.name for p, (spec, _) in _planned(ownerships).items()}
+    names = {p: spec.name for p, (spec, _) in routes_in(ownerships).items()}
     seen: dict[Tensor, int] = {}
     for number, group in enumerate(groups):
         for p in group["params"]:
@@ -919,12 +820,6 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
             f"{len(missing)} dedicated parameters were not passed to dmuon.Muon: "
             f"{', '.join(missing[:5])}. Pass them, or freeze them before dmuon.dedicate_params"
         )
-
-
-def _planned(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
-    """How each planned parameter is updated."""
-    routes = (zip(o.parameters, routes_of(o.plan.specs).values()) for o in ownerships)
-    return dict(chain.from_iterable(routes))
 
 
 # ---- settings, checked and agreed on -----------------------------------------------------
@@ -999,7 +894,7 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         # In the dedicated layout the first rank may store no matrix.
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
-        for p, (_, matrices) in _planned([ownership]).items():
+        for p, (_, matrices) in routes_in([ownership]).items():
             local = local_tensor(p)
             if matrices and p.dtype.itemsize < 4 and local.numel():
                 hyper = Hyper.of(groups[group_of[p]])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from dmuon.comm.hooks import fsdp_roots, hidden_parameters
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.select import Route, routes_of
 from dmuon.scheduler.specs import StateSizes, canonical_name
 from dmuon.step.engine import StepTelemetry
 from dmuon.tensors import scale_all, wide_norms
@@ -199,6 +201,25 @@ def ownerships_of(model: nn.Module) -> list[Ownership]:
     # FSDP2 puts other parameters into a unit while it is gathered, so modules are asked as well.
     found = [*map(_owner_by_model.get, model.modules()), *map(ownership_of, model.parameters())]
     return list(dict.fromkeys(o for o in found if o is not None and not o.closed))
+
+
+def ownerships_in(
+    model: object, parameters: Iterable[object], *, by_optimizers: bool = False
+) -> list[Ownership]:
+    """The open ownerships of a model and of parameters, in order of first use: those that
+    `dedicate_params` made, which take over what a framework has replaced, or ``by_optimizers``."""
+    of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
+    found = [*of_model, *(ownership_of(p) for p in parameters if isinstance(p, Tensor))]
+    ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
+    for ownership in ownerships if not by_optimizers else ():
+        ownership.find_parameters()
+    return ownerships
+
+
+def routes_in(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
+    """How each planned parameter is updated."""
+    routes = (zip(o.parameters, routes_of(o.plan.specs).values()) for o in ownerships)
+    return dict(chain.from_iterable(routes))
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dmuon.config import FINITE, Schedule, checked
 from dmuon.dtensors import local_tensor
-from dmuon.groups import PROGRESS, Group, NamedGroups, Route, as_here, check_group, describe
+from dmuon.groups import PROGRESS, Group, NamedGroups, as_here, check_group, describe
 from dmuon.rule import MASTER, MOMENTUM, momentum_dtypes, rule_of
+from dmuon.scheduler.select import Route
 from dmuon.scheduler.specs import canonical_name
 from dmuon.tensors import not_finite
 from dmuon.types import Algorithm, OwnershipError, first_of

@@ -498,7 +498,7 @@ class Sizes:
         room = size or BUCKET_BYTES
         if size is None and least is None and plan.bucket_bytes is not None:
             size, least, room = plan.bucket_bytes, 1, max(BUCKET_BYTES, plan.bucket_bytes)
-        return cls(size or BUCKET_BYTES, room, least, options.buffers, plan.rings)
+        return cls(size or BUCKET_BYTES, room, least, rings=plan.rings)
 
 
 def buckets_of(

@@ -508,7 +508,8 @@ class Member:
 
 
 # By the name of each trainable parameter: itself, and its matrices.
-Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
+Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
+Routes = Mapping[str, Route]
 
 
 def routes_of(specs: ModelSpecs) -> Routes:

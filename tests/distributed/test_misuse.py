@@ -141,7 +141,7 @@ PLANNING = [
     (of_shards, {"options": REDUCING}, "must be ShardedOptions, found Replicated", EITHER),
     (of_shards, {"splits": {"*.mix.weight": [1]}}, "50 rows", EITHER),
     (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
-    (of_shards, {"options": dmuon.ShardedOptions(buffers=3)}, "disagree.*buffers", ONE),
+    (of_shards, {"options": dmuon.ShardedOptions(min_buckets=3)}, "disagree.*min_buckets", ONE),
     # Arguments that differ.
     (used, {"options": dmuon.ReplicatedOptions(bucket_bytes=1001)}, "disagree", ONE),
     (used, {"options": dmuon.ReplicatedOptions(reduce_dtype=torch.float64)}, "disagree", ONE),

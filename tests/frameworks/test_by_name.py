@@ -31,6 +31,9 @@ def found(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+BETAS = {"adamw_betas": [0.9, 0.95]}
+
+
 def filtered(model: nn.Module) -> Any:
     """litgpt passes ``fused`` to optimizers that have such an argument."""
     own = found("dmuon.Muon")
@@ -42,7 +45,7 @@ def by_decay(model: nn.Module) -> Any:
     """Param groups, as most trainers make them."""
     kinds = [[p for p in model.parameters() if (p.ndim > 1) == big] for big in (True, False)]
     groups = [{"params": ps, "weight_decay": common.DECAY} for ps in kinds]
-    return dmuon.Muon(groups, lr=common.LR, betas=(0.9, 0.95), ns_dtype="float32")
+    return dmuon.Muon(groups, lr=common.LR, adamw_betas=(0.9, 0.95), ns_dtype="float32")
 
 
 def verl(model: nn.Module) -> Any:
@@ -73,11 +76,15 @@ def by_trainer(model: nn.Module) -> Any:
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "LightningCLI": lambda model: found("dmuon.Muon")(*(model.parameters(),), **TEXT),
     "litgpt": filtered,
-    "torchtune": lambda model: found("dmuon.Muon")(model.parameters(), **TEXT, betas=[0.9, 0.95]),
+    "torchtune": lambda model: found("dmuon.Muon")(
+        model.parameters(), **TEXT, adamw_betas=[0.9, 0.95]
+    ),
     "lerobot, named": lambda model: dmuon.Muon(dict(model.named_parameters()).items(), **TEXT),
     "verl": verl,
     "nemo-automodel": nemo_automodel,
-    "NeMo-RL": lambda model: found("dmuon.Muon")(model.parameters(), **TEXT, betas=[0.9, 0.95]),
+    "NeMo-RL": lambda model: found("dmuon.Muon")(
+        model.parameters(), **TEXT, adamw_betas=[0.9, 0.95]
+    ),
     "axolotl, ms-swift": by_trainer,
     "by keyword": lambda model: dmuon.Muon(params=model.parameters(), **TEXT, foreach=False),
     "a list": lambda model: dmuon.Muon(params=list(model.parameters()), **TEXT, fused=None),

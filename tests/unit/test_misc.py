@@ -140,7 +140,6 @@ def test_every_field_of_the_options_has_a_rule_and_none_can_be_set(options):
     (ReplicatedOptions, "broadcast_parameters", "no", TypeError),
     (ReplicatedOptions, "timeout_s", math.inf, ValueError),
     (ShardedOptions, "timeout_s", 1e30, ValueError),
-    (ShardedOptions, "buffers", None, TypeError),
     (DedicatedOptions, "prefetch", -1, ValueError),
     (DedicatedOptions, "free_after_forward", 0, TypeError),
     (DedicatedOptions, "groups", "blocks", TypeError),

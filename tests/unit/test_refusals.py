@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 import dmuon
 from dmuon.__main__ import main
+from dmuon.ownership import ownerships_of
 from dmuon.types import OwnershipError
 from tests.unit.models import Block, TinyGPT, assert_bitwise, clone, tokens, train, weights
 from tests.unit.test_single_process import SETTINGS, backward, dedicated, tied
@@ -24,91 +25,185 @@ from tests.unit.test_single_process import SETTINGS, backward, dedicated, tied
 LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])
 
 
-# ---- models and parameters ---------------------------------------------------------------
-
-
-MODELS = {
-    r"nothing for Muon to do": nn.Sequential(nn.LayerNorm(4), nn.Embedding(9, 4)),
-    r"'embed\.weight' is on the meta device": TinyGPT().to("meta"),
-    r"nn\.Module": [nn.Parameter(torch.zeros(2, 2))],
-    r"'0\.weight' is complex": nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)),
-}
-
-
-@pytest.mark.parametrize("message", MODELS)
-def test_models_that_cannot_be_planned_are_refused(message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        dmuon.dedicate_params(MODELS[message])
-
-
-def test_dedicating_twice_and_a_second_optimizer_are_refused():
-    model = TinyGPT()
-    own, opt = dedicated(model)
-    for again in (model, nn.Sequential(model)):
-        with pytest.raises(OwnershipError, match=r"close\(\)"):
-            dmuon.dedicate_params(again)
-    with pytest.raises(OwnershipError, match=r"already"):
-        dmuon.Muon(model)
-    train(model, opt, tokens(), range(1))
-    own.close()
-
-
-TWICE = r"'embed\.weight' appears twice"
-FORMS = {
-    "twice": (lambda m: [*m.parameters(), m.embed.weight], TWICE),
-    "in two groups": (
-        lambda m: [{"params": m.parameters()}, {"params": [m.embed.weight]}], TWICE
-    ),
-    "by name": (lambda m: [*m.named_parameters(), ("embed.weight", m.embed.weight)], TWICE),
-    "missing": (
-        lambda m: m.blocks.parameters(), r"not passed to dmuon\.Muon: embed\.weight"
-    ),
-    "foreign": (
-        lambda m: [*m.parameters(), nn.Parameter(torch.zeros(3, 5))],
-        r"shape \(3, 5\).*not part of dedicate_params",
-    ),
+# What is meant by what users and other optimizers write.
+SLIPS = {
+    "momentm": "momentum", "mu": "momentum", "wieght_decay": "weight_decay",
+    "weight_deacy": "weight_decay", "weightdecay": "weight_decay", "wd": "weight_decay",
+    "learning_rate": "lr", "muon_lr": "lr", "LR": "lr", "nestrov": "nesterov",
+    "nesterof": "nesterov", "use_nesterov": "nesterov", "ns_step": "ns_steps",
+    "nssteps": "ns_steps", "backend_steps": "ns_steps", "ns_coefficient": "ns_coefficients",
+    "ns_coeficients": "ns_coefficients", "ns_coefs": "ns_coefficients", "beta": "betas",
+    "bettas": "betas", "epsilon": "eps", "epss": "eps", "dampning": "dampening",
+    "adjust_lr_fun": "adjust_lr_fn", "adjust_lrfn": "adjust_lr_fn", "adam_betas": "adamw_betas",
+    "adamw_beta": "adamw_betas", "adam_lr": "adamw_lr", "adamw_epss": "adamw_eps",
+    "adamw_wd": "adamw_weight_decay", "momentum_mod": "momentum_mode", "varient": "variant",
+    "maximise": "maximize", "peroid": "period", "Weight_Decay": "weight_decay",
+    "usemuon": "use_muon", "algorithms": "algorithm",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_parameters_that_are_not_those_of_the_model_are_refused_by_name(form):
+# ---- mistakes, and how they are told -----------------------------------------------------
+
+
+def plan(**arguments: Any) -> Any:
+    return lambda model: dmuon.dedicate_params(model, **arguments)
+
+
+def muon(**settings: Any) -> Any:
+    return lambda model: dmuon.Muon(model, **settings)
+
+
+def planned(make: Any = lambda model: model, **settings: Any) -> Any:
+    """An optimizer of what ``make`` makes of a model that is planned."""
+
+    def call(model: nn.Module) -> None:
+        dmuon.dedicate_params(model)
+        dmuon.Muon(make(model), **settings)
+
+    return call
+
+
+def group(of: Any = lambda m: m.named_parameters(), **said: Any) -> Any:
+    return lambda model: dmuon.Muon([{"params": of(model), **said}])
+
+
+def vectors(model: nn.Module) -> list[Any]:
+    return [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
+
+
+def matrices(model: nn.Module) -> list[Any]:
+    return [*model.blocks.get_submodule("0.up").named_parameters()][:1]
+
+
+def again(model: nn.Module) -> None:
+    stepped(model)
+    dmuon.dedicate_params(nn.Sequential(model))
+
+
+def second(model: nn.Module) -> None:
+    stepped(model)
+    dmuon.Muon(model)
+
+
+def unplanned(**dedicate: Any) -> Any:
+    return lambda model: dmuon.Muon(model, dedicate=dedicate)
+
+
+TWICE = r"'embed\.weight' appears twice"
+NO_NAMES = r"without names.*pass the model.*dedicate_params\(model\) first.*algorithm="
+BEFORE = r"dmuon\.dedicate_params\(model, \.\.\.\) with these arguments before"
+NOBODYS = r"param_groups\[0\] has '{}', which nobody reads.*{}"
+# A call with a `TinyGPT`, the type of the error, words of its text.
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    # Models.
+    (lambda m: dmuon.dedicate_params(nn.Sequential(nn.LayerNorm(4), nn.Embedding(9, 4))),
+     ValueError, "nothing for Muon to do"),
+    (lambda m: dmuon.dedicate_params(TinyGPT().to("meta")),
+     ValueError, r"'embed\.weight' is on the meta device"),
+    (lambda m: dmuon.dedicate_params([nn.Parameter(torch.zeros(2, 2))]), TypeError, r"nn\.Module"),
+    (lambda m: dmuon.dedicate_params(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))),
+     ValueError, r"'0\.weight' is complex"),
+    (again, OwnershipError, r"close\(\)"),
+    (second, OwnershipError, "already have a dmuon.Muon"),
+    # How to plan.
+    (plan(layout="scattered"), ValueError, r"layout.*'scattered'"),
+    (plan(layout="sharded"), ValueError, "layout='sharded'"),
+    (plan(solver="simplex"), ValueError, "solver='simplex'"),
+    (plan(costs="guessed"), ValueError, "costs='guessed'"),
+    (plan(costs=3), ValueError, "costs"),
+    (plan(options={"bucket_bytes": 1}), TypeError, "ReplicatedOptions"),
+    (plan(planner={"max_batch": 1}), TypeError, "PlannerOptions"),
+    (plan(mesh="cpu"), ValueError, "mesh"),
+    (plan(splits={"no.such": [1]}), ValueError, r"no\.such"),
+    (plan(plan="plan.json"), TypeError, "plan must be .*from_json"),
+    (plan(select=lambda name, p: True), ValueError, r"norm\.(bias|weight)'"),
+    (unplanned(split={}), TypeError, r"dmuon\.dedicate_params \(.*splits.*found \['split'\]"),
+    (unplanned(layout="dedicated"), OwnershipError, BEFORE),
+    (unplanned(options=dmuon.ReplicatedOptions(reduce_to_owner=True)), OwnershipError, BEFORE),
+    (planned(dedicate={"solver": "greedy"}), OwnershipError, "are planned: say it there"),
+    # Parameters.
+    *((planned(make), OwnershipError, TWICE) for make in (
+        lambda m: [*m.parameters(), m.embed.weight],
+        lambda m: [{"params": m.parameters()}, {"params": [m.embed.weight]}],
+        lambda m: [*m.named_parameters(), ("embed.weight", m.embed.weight)],
+    )),
+    (planned(lambda m: m.blocks.parameters()), OwnershipError,
+     r"not passed to dmuon\.Muon: embed\.weight"),
+    (planned(lambda m: [*m.parameters(), nn.Parameter(torch.zeros(3, 5))]), OwnershipError,
+     r"shape \(3, 5\).*not part of dedicate_params"),
+    *((lambda m, wrong=wrong: dmuon.Muon(wrong), TypeError, "parameters")
+      for wrong in (3, torch.zeros(2, 2), [3], [("name", 3)], [{"lr": 1.0}], {"a": 1}, {3})),
+    *((lambda m, empty=empty: dmuon.Muon(empty), ValueError,
+       "got no parameters.*used up.*Pass the model") for empty in ([], iter(()), ())),
+    # Of a model that nobody keeps.
+    (lambda m: dmuon.Muon(list(TinyGPT().parameters())), OwnershipError, NO_NAMES),
+    (lambda m: dmuon.Muon([{"params": list(TinyGPT().parameters())}]), OwnershipError, NO_NAMES),
+    (lambda m: dmuon.Muon([{"params": list(TinyGPT().blocks.parameters()), "use_muon": True},
+                           {"params": list(TinyGPT().norm.parameters())}]),
+     OwnershipError, NO_NAMES),
+    (group(algorithm="sgd"), ValueError, r"algorithm='sgd'.*\"muon\" or \"adamw\""),
+    # Settings.
+    (planned(period=2), ValueError, r"period=2.*'replicated'"),
+    (planned(period=float("inf")), ValueError, "period=inf"),
+    (planned(block_lr_ratio=0.5), ValueError, "block_lr_ratio"),
+    (muon(publish="later"), ValueError, "publish.*'later'"),
+    (muon(ns_dtype="half"), ValueError, "dtype.*'half'"),
+    (muon(ns_coefficients="unheard of"), ValueError, "unheard of"),
+    (muon(ns_coefficients=[(1, 2, 3)] * 4), ValueError, "4 coefficient triples for steps=5"),
+    (muon(adamw_lr=-1.0), ValueError, "adamw_lr must be"),
+    (muon(lr=0.0, adamw_lr=1e-3), ValueError, "groups of their own"),
+    *((muon(adamw_betas=wrong), error, "^adamw_betas must be two numbers") for wrong, error in
+      ((0.9, TypeError), ((0.9, 1.5), ValueError), ("0.9, 0.95", TypeError))),
+    # Settings of groups, those that wait for their parameters included.
+    (group(lr="1e-3"), TypeError, r"lr must be .*'1e-3' in opt\.param_groups\[0\]"),
+    (group(betas="1e-3"), TypeError, r"^betas must be two .*'1e-3' in opt\.param_groups\[0\]"),
+    (group(matrices, betas=(2, 3)), ValueError, "betas"),
+    *((group(vectors, **{key: value}), error, words) for key, value, error, words in (
+        ("momentum", -3, ValueError, "momentum must be .*found -3"),
+        ("ns_steps", 0, ValueError, "ns_steps must be .*found 0"),
+        ("adjust_lr_fn", "orig", ValueError, "adjust_lr_fn must be .*found 'orig'"),
+        ("nesterov", 1, TypeError, "nesterov must be .*found 1"),
+        ("ns_coefficients", "nonsense", ValueError, "unknown coefficient set"),
+        ("variant", "typo", ValueError, "variant"),
+    )),
+    # Keys that nobody reads.
+    *((group(**{key: value}), OwnershipError, NOBODYS.format(key, words)) for key, value, words in (
+        ("maximize", True, "negate the loss"),
+        ("capturable", True, "leave the flag out"),
+        ("period", 4, r"all groups, so pass dmuon.Muon\(..., period"),
+        ("ns_dtype", "bfloat16", "for all groups"),
+        ("nonfinite", "raise", "for all groups"),
+        ("heads", 3, "dedicate="),
+    )),
+    *((group(of, **{slip: 0.5}), OwnershipError, rf"'{slip}'.*did you mean '{meant}'")
+      for of in (matrices, lambda m: m.named_parameters()) for slip, meant in SLIPS.items()),
+    # Keywords of other optimizers.
+    *((muon(**{key: True}), TypeError, words) for key, words in {
+        "fused": "'fused'.*fused anyway.*leave the flag out",
+        "maximize": "negate the loss",
+        "wd": "'weight_decay'",
+        "learning_rate": "'lr'",
+        "ns_step": "'ns_steps'",
+        "use_muon": r"a key of a param group.*'use_muon'",
+        "muon_lr": "'lr'",
+        "heads": r"dedicate=\{'heads'",
+        "selection": "remove it",  # not self
+        "quite_another": "remove it",
+    }.items()),
+    (muon(betas=(0.8, 0.9), adamw_betas=(0.7, 0.9)), TypeError,
+     "betas=.*adamw_betas=.*one of them"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:dmuon.Muon will not take betas")
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_a_mistake_is_an_error_that_says_so_and_the_model_stays_usable(number):
+    call, error, words = MISTAKES[number]
     model = TinyGPT()
-    dmuon.dedicate_params(model)
-    make, message = FORMS[form]
-    with pytest.raises(OwnershipError, match=message):
-        dmuon.Muon(make(model))
-
-
-def test_a_model_converted_after_planning_is_refused_by_name():
-    model = TinyGPT()
-    _, opt = dedicated(model)
-    model.double()
-    backward(model, 0)
-    with pytest.raises(ValueError, match=r"weight.*float64"):
-        opt.step()
-
-
-@pytest.mark.parametrize("wrong", [3, torch.zeros(2, 2), [3], [("name", 3)], [{"lr": 1.0}]])
-def test_what_is_no_parameter_is_a_type_error(wrong):
-    with pytest.raises(TypeError):
-        dmuon.Muon(wrong)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"period": 2}, r"period=2.*'replicated'"),
-    ({"period": float("inf")}, r"period=inf"),
-    ({"block_lr_ratio": 0.5}, r"block_lr_ratio"),
-    ({"publish": "later"}, r"publish.*'later'"),
-    ({"ns_dtype": "half"}, r"dtype.*'half'"),
-    ({"ns_coefficients": "unheard of"}, r"unheard of"),
-    ({"ns_coefficients": [(1, 2, 3)] * 4}, r"4 coefficient triples for steps=5"),
-    ({"adamw_lr": -1.0}, r"lr"),
-])  # fmt: skip
-def test_wrong_settings_are_refused_at_once_and_the_model_stays_usable(settings, message):
-    model = TinyGPT()
-    dmuon.dedicate_params(model)
-    with pytest.raises(ValueError, match=message):
-        dmuon.Muon(model, **settings)
+    with pytest.raises(error, match=words):
+        call(model)
+    for own in ownerships_of(model):
+        own.close()
     train(model, dmuon.Muon(model), tokens(), range(1))
 
 
@@ -122,9 +217,38 @@ def test_every_setting_of_a_wrong_type_is_refused_by_name():
         message = name if name == "ns_dtype" else rf"^(adamw_)?{name} must be .*found <object"
         with pytest.raises((TypeError, ValueError), match=message):
             dmuon.Muon(model, **{name: object()})
-    for key in ("lr", "betas"):
-        with pytest.raises(TypeError, match=rf"{key} must be .*'1e-3' in opt\.param_groups\[0\]"):
-            dmuon.Muon([{"params": model.parameters(), key: "1e-3"}])
+
+
+def test_flags_at_the_values_that_change_nothing_are_taken():
+    idle = dict.fromkeys(("foreach", "fused", "maximize", "capturable", "amsgrad"), False)
+    opt = dmuon.Muon(TinyGPT(), differentiable=None, **idle)
+    assert not opt.param_groups[0].keys() & {*idle}
+    # What frameworks look for before they pass it.
+    assert not inspect.signature(dmuon.Muon).parameters.keys() & {*idle}
+
+
+def test_retired_names_are_taken_with_one_warning():
+    with pytest.warns(
+        FutureWarning, match=r"dmuon.Muon will not take betas= \(pass adamw_b"
+    ) as told:
+        opt = dmuon.Muon(TinyGPT(), betas=(0.8, 0.9))
+    assert len(told) == 1 and told[0].filename == __file__
+    assert opt.param_groups[0]["adamw_betas"] == (0.8, 0.9)
+    with pytest.warns(FutureWarning, match=r"ShardedOptions will not take buffers= \(ignored\)"):
+        options = dmuon.ShardedOptions(buffers=3)
+    assert options == dmuon.ShardedOptions()
+
+
+# ---- after the first step ----------------------------------------------------------------
+
+
+def test_a_model_converted_after_planning_is_refused_by_name():
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    model.double()
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"weight.*float64"):
+        opt.step()
 
 
 def stepped(model: nn.Module, planned: bool = True, **settings: Any) -> dmuon.Muon:
@@ -140,7 +264,18 @@ def stepped(model: nn.Module, planned: bool = True, **settings: Any) -> dmuon.Mu
     return opt
 
 
+def says(number: int, key: str, value: Any, words: str) -> tuple[Any, str]:
+    """A key that nobody reads is written into a group."""
+    text = rf"groups\[{number}\] has '{key}', which nobody reads.*{words}"
+    return lambda groups: groups[number].update({key: value}), text
+
+
 CHANGES: dict[str, tuple[Any, str]] = {
+    "a flag": says(0, "maximize", True, "negate the loss"),
+    "a setting of all groups": says(0, "period", 4, "for all groups, so pass"),
+    "a slip": says(1, "wieght_decay", 0.1, "did you mean 'weight_decay'"),
+    "a rate of AdamW": says(0, "adamw_lr", 0.1, "adamw_lr_ratio"),
+    "betas beside matrices": says(0, "betas", (0.5, 0.5), "did you mean 'adamw_betas'"),
     "key deleted": (lambda groups: groups[0].pop("momentum"), "has lost .*'momentum'"),
     "key of AdamW deleted": (lambda groups: groups[1].pop("betas"), r"groups\[1\] has lost"),
     "group appended": (lambda groups: groups.append(dict(groups[0])), "has 3 groups, but 2"),
@@ -189,8 +324,6 @@ def half_precision(dtype: torch.dtype, layout: str = "replicated", weight: float
     return model
 
 
-# Half a unit in the last place of 0.02 is 2**-14 = 6.1e-5 in bfloat16 and 2**-17 = 7.6e-6 in
-# float16; an update is 0.2 lr with "match_rms_adamw" and lr / sqrt(32) with "original".
 # Half a unit in the last place of 0.02 is 2**-14 = 6.1e-5 in bfloat16 and 2**-17 = 7.6e-6 in
 # float16; an update is 0.2 lr with "match_rms_adamw" and lr / sqrt(32) with "original".
 LOST = [
@@ -452,63 +585,3 @@ def test_a_schedule_may_miss_zero_by_a_rounding(layout):
     backward(model, 0)
     with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, found -1e-06"):
         opt.step()
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"layout": "scattered"}, ValueError, r"layout.*'scattered'"),
-    ({"layout": "sharded"}, ValueError, r"layout='sharded'"),
-    ({"solver": "simplex"}, ValueError, r"solver='simplex'"),
-    ({"costs": "guessed"}, ValueError, r"costs='guessed'"),
-    ({"costs": 3}, ValueError, r"costs"),
-    ({"options": {"bucket_bytes": 1}}, TypeError, r"ReplicatedOptions"),
-    ({"planner": {"max_batch": 1}}, TypeError, r"PlannerOptions"),
-    ({"mesh": "cpu"}, ValueError, r"mesh"),
-    ({"splits": {"no.such": [1]}}, ValueError, r"no\.such"),
-    ({"plan": "plan.json"}, TypeError, r"plan"),
-    ({"select": lambda name, p: True}, ValueError, r"norm\.(bias|weight)'"),
-])  # fmt: skip
-def test_wrong_arguments_are_refused_and_the_model_stays_usable(arguments, error, message):
-    model = TinyGPT()
-    with pytest.raises(error, match=message):
-        dmuon.dedicate_params(model, **arguments)
-    dedicated(model)
-
-
-@pytest.mark.parametrize("given", [[], iter(()), ()], ids=["list", "iterator", "tuple"])
-def test_no_parameters_at_all_are_refused(given):
-    with pytest.raises(ValueError, match=r"got no parameters.*used up.*Pass the model"):
-        dmuon.Muon(given)
-
-
-def test_keywords_of_other_optimizers_are_answered():
-    model = TinyGPT()
-    idle = dict.fromkeys(("foreach", "fused", "maximize", "capturable", "amsgrad"), False)
-    opt = dmuon.Muon(model, betas=(0.8, 0.9), differentiable=None, **idle)
-    assert opt.param_groups[0]["adamw_betas"] == (0.8, 0.9)
-    assert not opt.param_groups[0].keys() & {*idle, "betas"}
-    dmuon.Muon(model, betas=(0.8, 0.9), adamw_betas=(0.8, 0.9))
-    # What frameworks look for before they pass it.
-    assert not inspect.signature(dmuon.Muon).parameters.keys() & {*idle}
-    for wrong, text in {
-        "fused": "'fused'.*fused anyway.*leave the flag out",
-        "maximize": "negate the loss",
-        "wd": "'weight_decay'",
-        "learning_rate": "'lr'",
-        "ns_step": "'ns_steps'",
-        "use_muon": r"a key of a param group.*'use_muon'",
-        "muon_lr": "'lr'",
-        "heads": r"dedicate=\{'heads'",
-        "selection": "remove it",  # not self
-        "quite_another": "remove it",
-    }.items():
-        with pytest.raises(TypeError, match=text):
-            dmuon.Muon(model, **{wrong: True})
-    with pytest.raises(TypeError, match=r"betas=.*adamw_betas=.*one of them"):
-        dmuon.Muon(model, betas=(0.8, 0.9), adamw_betas=(0.7, 0.9))
-    group = {"params": list(model.named_parameters())}
-    for wrong in (0.9, (0.9, 1.5), "0.9, 0.95"):  # by the name that was passed
-        for given, settings in ((model, {"betas": wrong}), ([group | {"betas": wrong}], {})):
-            with pytest.raises((TypeError, ValueError), match=r"^betas must be two numbers"):
-                dmuon.Muon(given, **settings)
-        with pytest.raises((TypeError, ValueError), match=r"^adamw_betas must be"):
-            dmuon.Muon(model, adamw_betas=wrong)
