@@ -1,4 +1,4 @@
-"""All that differs between types of devices.
+"""What differs between types of devices, and nothing else does.
 
     of(device) -> Device           facts, memory, events, streams and graphs of a device
     Stopwatch, HostCopy, SideStream   built on these
@@ -53,7 +53,7 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class Device:
-    """An accelerator. It has no state of its own, so it is made where it is needed."""
+    """An accelerator. An object holds no state, so callers make one wherever they need it."""
 
     host_can_read = False  # a tensor, without waiting for the device
     is_cpu = False  # tensors lie in the host's memory, and work is done when a call returns
@@ -76,13 +76,13 @@ class Device:
         return torch.float16
 
     def memory(self) -> tuple[float, float]:
-        """(free, total) bytes; inf where nobody knows."""
+        """Return (free, total) bytes; inf where neither is known."""
         with suppress(RuntimeError):  # not every accelerator tells
             return torch.accelerator.get_memory_info(self.device)
         return math.inf, math.inf
 
     def release_memory(self) -> None:
-        """Give back memory that torch keeps."""
+        """Give cached memory of torch back to the device."""
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
@@ -95,34 +95,34 @@ class Device:
         return torch.Generator(self.device).manual_seed(seed)
 
     def event(self, *, timing: bool = False) -> Event:
-        """An event that is recorded now on the current stream."""
+        """Record an event on the current stream and return it."""
         event = torch.Event(self.device, enable_timing=timing)
         event.record()
         return event
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in the memory of the host, complete once an `event` after it is."""
+        """Copy to the host's memory; complete once an `event` that is recorded afterwards is."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
     def side_stream(self) -> SideStream | None:
-        """A second stream; None where the device has only one."""
+        """Return a second stream, or None where the device has only one."""
         return SideStream(self.device)
 
     def graphs(self) -> Capture | None:
-        """A function that captures graphs, in memory that they share; None without graphs."""
+        """Return a function that captures graphs in shared memory, or None without graphs."""
         return None
 
     def capability(self) -> tuple[int, int]:
-        """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
+        """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices."""
         return 0, 0
 
     def facts(self) -> str:
-        """What else decides which kernels run, for people."""
+        """Describe, for people, what else decides which kernels run."""
         return ""
 
     def why_no_triton(self) -> str | None:
-        """None if our Triton kernels can run here, else the reason and what to do about it."""
+        """Return why our Triton kernels cannot run here and what to do about it, or None."""
         return (
             f"Triton kernels run on GPUs, and this is {self.device}; move the parameters to a GPU"
         )
@@ -136,7 +136,7 @@ class Cpu(Device):
     chunk_bytes = 1 << 19
 
     def name(self) -> str:
-        """A number of threads belongs to it: it decides the time as much as the model does."""
+        """Include the number of threads, which decides times as much as the model does."""
         model = platform.processor() or platform.machine() or "CPU"
         with suppress(OSError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -228,19 +228,19 @@ def of(device: torch.device | str) -> Device:
 
 
 def host_can_read(device: torch.device) -> bool:
-    """Whether reading a tensor of ``device`` costs no wait for the device."""
+    """Return whether the host can read a tensor of ``device`` without waiting for the device."""
     return TYPES.get(device.type, Device).host_can_read
 
 
 def current_device(kind: str) -> torch.device:
-    """The device of a type that this process uses."""
+    """Return the device of this type that this process uses."""
     if kind in ("cpu", "meta"):
         return torch.device(kind)
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def default_device() -> torch.device:
-    """The accelerator that this process uses, or the CPU where there is none."""
+    """Return the accelerator that this process uses, or the CPU where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return current_device("cpu" if found is None else found.type)
 
@@ -263,12 +263,12 @@ class Stopwatch:
         self._spans.append((self._begin, self._device.event(timing=True)))
 
     def ready(self) -> bool:
-        """Whether `milliseconds` can be read without waiting for the device."""
+        """Return whether `milliseconds` can be read without waiting for the device."""
         # One stream executes them in order, so the last one tells.
         return not self._spans or self._spans[-1][1].query()
 
     def milliseconds(self) -> float:
-        """The sum so far; waits for the device."""
+        """Return the sum so far; waits for the device."""
         if self._spans:
             self._spans[-1][1].synchronize()
         return sum((begin.elapsed_time(end) for begin, end in self._spans), start=0.0)
@@ -283,7 +283,7 @@ class HostCopy:
         self._event = device.event()
 
     def ready(self) -> bool:
-        """Whether `read` would not wait."""
+        """Return whether `read` would return without waiting."""
         return self._event.query()
 
     def read(self) -> list[Any]:

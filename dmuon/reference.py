@@ -157,7 +157,7 @@ def _without_interleaved(splits: Splits, heads: Heads) -> tuple[Interleaved, Spl
 def _alternating(
     matrix: MatrixSpec, ndim: int, count: int, dim: int | None
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Views of every ``count``-th row of a matrix, or column, if ``dim`` is that of the columns."""
+    """Return views of every ``count``-th row of a matrix, or column if ``dim`` is the columns'."""
     rows, _ = matrix.form.dims(ndim)
     if dim is None or dim % ndim == rows:
         return [lambda t, k=k: matrix.view(t)[k::count] for k in range(count)]  # type: ignore[misc]
@@ -165,7 +165,7 @@ def _alternating(
 
 
 def _adjustment(name: str | float | None, rows: int, cols: int) -> float:
-    """What multiplies the learning rate of a matrix, as `torch.optim.Muon` has it."""
+    """Return the factor on the learning rate of a matrix, as `torch.optim.Muon` has it."""
     if name == "spectral_unclamped":
         return math.sqrt(rows / cols)
     if name in (None, "original"):
@@ -174,7 +174,7 @@ def _adjustment(name: str | float | None, rows: int, cols: int) -> float:
 
 
 def _normuon(matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """NorMuon (arXiv 2510.05491) with the norm of the matrix kept, in float64."""
+    """Apply NorMuon (arXiv 2510.05491) in float64, keeping the norm of the matrix."""
     x = matrix.double()
     before = kept.setdefault("row_moment", x.new_zeros(len(x)))
     kept["row_moment"] = moment = 0.95 * before + 0.05 * x.square().mean(1)
@@ -186,7 +186,7 @@ _VARIANTS = {"normuon": _normuon}
 
 
 def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """What a variant of the user's makes of a matrix."""
+    """Return a matrix as the user's variant changes it."""
     for spec in rule.state:
         if spec.name not in kept:
             shape = (1, *spec.shape(*matrix.shape))

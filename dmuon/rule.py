@@ -106,11 +106,11 @@ class Hyper:
         return cls(lr, decay, *map(group.__getitem__, names))
 
     def adjusted(self, rows: int, cols: int) -> float:
-        """The learning rate of a ``rows x cols`` matrix."""
+        """Return the learning rate of a ``rows x cols`` matrix."""
         return adjusted_lr(self.lr, self.adjust_lr_fn, rows, cols)
 
     def ratio(self, rows: int, cols: int) -> float:
-        """The adjusted over the plain learning rate."""
+        """Return the adjusted learning rate divided by the plain one."""
         return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
 
     def momentum_settings(self) -> dict[str, Any]:
@@ -121,14 +121,14 @@ class Hyper:
         return numbers | {"EMA": is_ema, "NESTEROV": self.nesterov}
 
     def kept(self, stays: Tensor | None) -> float | Tensor:
-        """What decay leaves of weights; all of those that stay as they are (masks)."""
+        """Return the factor that decay leaves of each weight: 1 where a mask keeps the weight."""
         return self.decay if stays is None else torch.where(stays, 1.0, self.decay)
 
 
 def momentum_dtypes(
     asked: str | None, weight: torch.dtype, master_weights: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype in which momentum is kept, and the perhaps wider one in which it is advanced."""
+    """Return the dtype in which momentum is kept, and the dtype in which it is advanced."""
     plain = torch.float32 if master_weights else weight
     kept = plain if asked is None else getattr(torch, str(asked).removeprefix("torch."))
     return kept, torch.promote_types(kept, plain)
@@ -137,7 +137,7 @@ def momentum_dtypes(
 def element_bytes(
     group: Mapping[str, Any], weight: torch.dtype, master_weights: bool, algorithm: Algorithm
 ) -> int:
-    """Bytes of state per element of a weight: its master, and momentum or AdamW's two moments."""
+    """Return the bytes of state per element of a weight: master, momentum or AdamW's moments."""
     master = 4 if master_weights and weight.itemsize < 4 else 0
     if algorithm is Algorithm.ADAMW:
         return master + 2 * (master or weight.itemsize)
@@ -171,7 +171,7 @@ class StateSpec:
             raise ValueError(f"StateSpec: {self.name!r} is taken; give the state another name")
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Of a ``rows x cols`` matrix."""
+        """Return the shape of this state for a ``rows x cols`` matrix."""
         return {"row": (rows,), "element": (rows, cols), "matrix": ()}[self.per]
 
 
@@ -193,11 +193,11 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether orthogonalized matrices are applied as they are."""
+        """Return whether orthogonalized matrices are applied as they are."""
         return type(self).accept is Rule.accept
 
     def accept(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """What is applied in place of orthogonalized momentum.
+        """Return the update that is applied in place of orthogonalized momentum.
 
         ``update`` is a stack ``[b, m, n]`` of matrices of (outputs, inputs) in the dtype of
         Newton-Schulz, which may be changed in place. ``state`` has a stack for each of ``state``
@@ -207,7 +207,7 @@ class Rule:
         return update
 
     def accepted(self, update: Tensor, state: Mapping[str, Tensor]) -> None:
-        """`accept` in place; the state of matrices whose update is zero stays."""
+        """Run `accept` in place and restore the state of matrices whose update is zero."""
         is_alive = torch.linalg.vector_norm(update, dim=(1, 2), dtype=_wide(update)) > 0
         before = {name: kept.clone() for name, kept in state.items()}
         made = self.accept(update, state)
@@ -252,13 +252,13 @@ class Rule:
                 )
 
     def bytes(self, rows: int, cols: int) -> int:
-        """Bytes of ``state`` of a ``rows x cols`` matrix, which lie with its owner."""
+        """Return the bytes of ``state`` of a ``rows x cols`` matrix; they lie with its owner."""
         return sum(s.dtype.itemsize * math.prod(s.shape(rows, cols)) for s in self.state)
 
     # ---- momentum ------------------------------------------------------------------------
 
     def advance(self, buffers: TensorList, grads: TensorList, h: Hyper) -> None:
-        """Momentum, in place on every buffer.
+        """Advance momentum, in place on every buffer.
 
         ``buffer = mu * buffer + weight * grad``; weight: 1 - mu ("ema") or 1 - dampening ("sgd").
         """
@@ -348,7 +348,7 @@ class Rule:
         self, out: TensorList | None, buffers: TensorList, grads: TensorList, h: Hyper,
         working: torch.dtype, *, scales: Tensor | None = None, stays: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`advance`, and operands times ``scales`` ``[n]`` into ``out``; see `operand`."""
+        """Run `advance`, and write operands times ``scales`` ``[n]`` to ``out``; see `operand`."""
         lists = [buffers, grads] if out is None else [buffers, grads, out]
         for kernels, some, (held, own, *to) in _routes(*lists, working=working):
             mask, factors = (_values_at(values, some, len(buffers)) for values in (stays, scales))
@@ -363,7 +363,7 @@ class Rule:
         self, out: TensorList | None, buffers: TensorList, grads: TensorList, h: Hyper,
         working: torch.dtype, stays: Tensor | None, scales: Tensor | None,
     ) -> None:  # fmt: skip
-        """`advance_into` by torch's operations, with two copies of all of it."""
+        """Do the work of `advance_into` with torch's operations, on two copies of everything."""
         grads = [grad.to(working) for grad in grads]
         made = [_empty(b, working) for b in buffers]
         torch._foreach_copy_(made, buffers)
@@ -422,7 +422,7 @@ class Rule:
         kept: float | Tensor,
         weights: TensorList | None,
     ) -> None:
-        """`apply` by torch's operations."""
+        """Do the work of `apply` with torch's operations."""
         # On a CPU all passes over so much while it lies in its caches.
         some = max(1, CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
         for first in range(0, len(targets), some):
@@ -444,7 +444,8 @@ class Rule:
 
 @cache
 def list_kernels(device: torch.device) -> Any:
-    """The one-pass kernels of `triton_lists`; None, with one warning if there should be some."""
+    """Return the one-pass kernels of `triton_lists`, or None, with one warning on a GPU that could
+    run them."""
     if not devices.of(device).has_triton:
         return None
     from dmuon.kernels.choice import why_not
@@ -485,7 +486,7 @@ def _routes(
 
 
 def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """Positions of which `Device.chunk_bytes` are made at a time."""
+    """Yield positions in chunks whose tensors fit `Device.chunk_bytes`."""
     limit, size = devices.of(like[0].device).chunk_bytes, 0
     piece: list[int] = []
     for n in some:
@@ -499,7 +500,7 @@ def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iter
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
-    """A function that copies sources into targets of their shape, sorted once; maybe transposed."""
+    """Return a function that copies sources into targets of their shape; it sorts pairs once."""
     device = targets[0].device if targets else torch.device("meta")
     kernels, found = list_kernels(device), {"flat": (targets, sources)}
     if kernels is not None or device.type == "cpu":
@@ -554,7 +555,7 @@ def _by_kind(
 
 
 def _values_at(values: Tensor | None, some: Sequence[int], count: int) -> Tensor | None:
-    """These positions of ``[count]`` values; one that is for all stays."""
+    """Return the values at these positions; a single value for all is returned as it is."""
     if values is None or not values.ndim or len(some) == count:
         return values
     return torch.stack([values[n] for n in some])
@@ -581,7 +582,7 @@ def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
 
 
 def _ahead(advanced: TensorList, grads: TensorList, h: Hyper) -> Sequence[Tensor]:
-    """The operands of momentum that has advanced, which stays as it is."""
+    """Return the operands of momentum that has advanced, without changing it."""
     if not h.nesterov:
         return [buffer.clone() for buffer in advanced]
     if h.mode == "ema":
@@ -590,7 +591,8 @@ def _ahead(advanced: TensorList, grads: TensorList, h: Hyper) -> Sequence[Tensor
 
 
 def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[Hyper]) -> Tensor:
-    """Bounds of elements of `momentum_update`, ``[n]`` float64; inf where it may overflow."""
+    """Return a bound of the elements of each `momentum_update`, ``[n]`` float64; inf where it may
+    overflow."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf)).double()
     bounds = []
     for peak, before, buffer, h in zip(
@@ -616,7 +618,7 @@ def _decay_cautiously(targets: TensorList, updates: TensorList, kept: float | Te
 
 
 def update_norms(updates: Tensor) -> Tensor:
-    """The norm of each matrix of ``[b, m, n]``: ``[b]`` float32."""
+    """Return the norm of each matrix of ``[b, m, n]`` as ``[b]`` float32."""
     if updates.is_cpu:
         # Row by row: half precision would be copied for a sum in float32. Three digits are enough.
         updates = torch.linalg.vector_norm(updates, dim=-1)
@@ -700,7 +702,7 @@ def merged_master(master: Tensor, weight: Tensor) -> Tensor:
 
 
 def rounds_to(master: Tensor, weight: Tensor) -> bool:
-    """Whether nobody has written to the weight. Waits for the device."""
+    """Return whether the weight still is its rounded master. Waits for the device."""
     return bool((master.to(weight.dtype) == weight).all())
 
 
@@ -732,7 +734,7 @@ def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None
 
 
 def _follow(master: Tensor, weight: Tensor, on_host: bool) -> bool:
-    """Whether anything may have been written to."""
+    """Return whether any weight may have been written to."""
     rounded = master.to(weight.dtype)
     bits = torch.int16 if weight.itemsize == 2 else torch.int8
     # Compared by numpy: six times as fast there as comparing values.

@@ -38,7 +38,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments_of(choice: KernelChoice, steps: int) -> Segments:
-    """The segments of a choice; the standard form goes back to X after every step."""
+    """Return the segments of a choice; the standard form returns to X after every step."""
     return _segments(choice.restarts if choice.method == "gram" else range(1, steps), steps)
 
 
@@ -85,7 +85,7 @@ class Speeds(NamedTuple):
 
 
 def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
-    """`Speeds` where nothing was measured: those of a CPU with AVX-512 BF16."""
+    """Return the `Speeds` used where nothing was measured: those of a CPU with AVX-512 BF16."""
     call, backend = 1.3e7 if dtype.itemsize <= 2 else 3e5, "torch"
     if devices.of(device).is_cpu:
         emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
@@ -109,7 +109,7 @@ def choose_method(
 
 
 def _cost(m: int, n: int, restarts: Sequence[int], steps: int, speeds: Speeds) -> float:
-    """Multiplications, with calls of products counted as such."""
+    """Count multiplications, and calls of products as so many more."""
     half, full = (multiplications(m, n, restarts, steps, is_half) for is_half in (True, False))
     count = ops.strips_in(m, speeds.strip) if speeds.backend == "torch_strips" else 1
     calls = 4 * steps - len(_segments(restarts, steps))
@@ -134,7 +134,7 @@ def restarts_of(method: object) -> tuple[int, ...] | None:
 def common_choice(
     choices: Set[tuple[torch.dtype, Speeds]], device: torch.device
 ) -> tuple[torch.dtype, Speeds]:
-    """One Newton-Schulz dtype and one `Speeds` for ranks that found these.
+    """Return one Newton-Schulz dtype and one `Speeds` for ranks that found these.
 
     Updates travel in the dtype, and replicas of a shard take block steps on their own and need the
     same bits. Where dtypes differ, it is float32; where backends differ, emulated products; else
@@ -156,7 +156,7 @@ def common_choice(
 def offered_backends(
     device: Device, dtype: torch.dtype, rows: int, speeds: Speeds | None = None
 ) -> tuple[str, ...]:
-    """The backends that are worth measuring for matrices with ``rows`` rows (the short side)."""
+    """Return the backends worth measuring for matrices with ``rows`` rows (the short side)."""
     if devices.of(device).is_cpu:
         default, _, strip = speeds or fixed_speeds(device, dtype)
         # Emulated products take 40 times as long, but tiny ones; small strips are "torch".
@@ -180,7 +180,7 @@ def offered_tiles(
 
 
 def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> str | None:
-    """The reason why a backend cannot run here; None if it can."""
+    """Return the reason why a backend cannot run here, or None if it can."""
     if backend not in BACKENDS:
         return f"there is no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
     kind = torch.device(device).type
@@ -206,7 +206,7 @@ def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> 
 
 
 def described(error: Exception) -> str:
-    """An error of another library as one line of limited length."""
+    """Return an error of another library as one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -240,7 +240,7 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
 
 
 def backend_version(device: Device) -> str:
-    """A name for all that decides, beside torch, how fast and how exact a device's backends are."""
+    """Name what decides, beside torch, how fast and how exact a device's backends are."""
     if not devices.of(device).has_triton:
         return "torch"
     try:

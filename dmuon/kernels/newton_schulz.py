@@ -238,7 +238,7 @@ def prepared(
 
 
 def is_plain(ops: MatmulOps, segments: Segments, steps: int) -> bool:
-    """Whether `_standard` computes it."""
+    """Return whether `_standard` computes these segments."""
     return type(ops) is MatmulOps and len(segments) == steps
 
 
@@ -368,7 +368,7 @@ def _check_input(x: object) -> None:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Outside of autocast, which would change the dtype of the products."""
+    """Leave autocast, which would change the dtype of the products."""
     kind = device.type
     # Entering a region costs as much as ten small products, so only where there is one to leave.
     is_known = kind == "cpu" or torch.amp.is_autocast_available(kind)

@@ -75,7 +75,7 @@ class MatmulOps:
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
 
     def temporary_bytes(self, b: int, m: int, n: int, itemsize: int) -> int:
-        """Bytes that a product of a batch, m <= n, allocates for a moment."""
+        """Return the bytes that a product of a batch, m <= n, allocates temporarily."""
         return 0
 
     whole: Whole | None = None
@@ -124,7 +124,7 @@ class StripsOps(MatmulOps):
 
 
 def strips_in(rows: int, strip: int) -> int:
-    """The number of strips of a symmetric product; 1: it is computed as a whole.
+    """Return the number of strips of a symmetric product; 1 means that it is computed whole.
 
     >>> [strips_in(rows, 256) for rows in (511, 512, 1024, 4096)]
     [1, 2, 4, 4]
@@ -133,7 +133,7 @@ def strips_in(rows: int, strip: int) -> int:
 
 
 def _strips(rows: int, count: int) -> list[tuple[int, int]]:
-    """Row ranges of about one height.
+    """Return row ranges of nearly equal height.
 
     >>> _strips(700, 2)
     [(0, 350), (350, 700)]
@@ -188,7 +188,7 @@ class TritonOps(MatmulOps):
 
 
 def is_even(*sizes: int) -> bool:
-    """Whether Triton's products take matrices of these sizes."""
+    """Return whether Triton's products take matrices of these sizes."""
     return not any(size % 16 for size in sizes)
 
 

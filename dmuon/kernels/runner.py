@@ -157,7 +157,7 @@ class Orthogonalizer:
                     one.replay = self._recorded(self.capture, one.run)
 
     def operand(self, call: Call) -> Tensor:
-        """Where to write the matrices of a call, for `normalize_`; valid until the next call."""
+        """Return memory for the matrices of a call, for `normalize_`; valid until the next call."""
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Orthogonalizer:
         return fixed_choice(m, n, self.dtype, self.device, steps, *how)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
-        """Bytes of workspace that a call takes, with or without its operand."""
+        """Return the bytes of workspace that a call takes, with or without its operand."""
         memory = _Memory()
         x = memory.take(call.shape, self.dtype)
         if not with_operand:
@@ -259,11 +259,11 @@ class Orthogonalizer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the workspace."""
+        """Return the bytes of the workspace."""
         return self._memory.numel()
 
     def report(self) -> dict[str, Any]:
-        """The kernels that ran so far, by shape; the workspace; the state of graphs."""
+        """Report the kernels that ran so far by shape, the workspace, and the state of graphs."""
         kept = {id(one): one for one in self._prepared.values() if one.may_capture}
         graphs = f"off: {self._failure}" if self._failure else "off"
         if self.capture is not None:
