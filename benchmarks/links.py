@@ -192,7 +192,7 @@ def reordered(plan: OwnershipPlan, order: str) -> OwnershipPlan:
         batches = tuple(_node_by_node(plan))
     elif order != "XOR":
         raise ValueError(f"order is {order!r}; expected one of {', '.join(ORDERS)}")
-    return replace(plan, batches=batches, claim=None)
+    return replace(plan, batches=batches)
 
 
 def _node_by_node(plan: OwnershipPlan) -> list[Batch]:
