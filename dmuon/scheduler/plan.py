@@ -19,19 +19,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Any
 
 from dmuon.config import BATCH_BUCKETS, BUCKET_BYTES, ShardedOptions
-from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
+from dmuon.scheduler.json_files import cut, decode, different, parse, sha256
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, OwnerLimits, ParameterSpec, ShapeKey
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
+_BEFORE = 14  # read, too
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
-Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 
 
 Parts = tuple[tuple[int, ...], ...]
@@ -103,31 +103,6 @@ class PriceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Dual:
-    """The value of a matrix and of a unit of work of each shape; see `bound.work_tables`."""
-
-    values: tuple[Signed, ...]
-    works: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """The proof that no plan is faster: `bound.Holdings` computes a makespan from ``dual``; or no
-    plan takes ``impossible`` ticks or fewer, as `bound.cover` finds (-1: the dual says it all)."""
-
-    dual: Dual
-    impossible: Signed = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The makespan and fingerprint of a plan when it was made, so that a change is found."""
-
-    makespan_ms: float
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepTimes:
     """Milliseconds of the optimizer's part of a simulated step: as planned; with one owner per
     matrix and the layout's own buckets (``once_ms``); where each part of the mesh computes all by
@@ -157,8 +132,9 @@ class Search:
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as ``proof``
-    lets anyone recompute without a solver (see `certificate`). ``claim`` is None in a plan by hand.
+    ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as the
+    values of matrices in ``proof`` show (`patterns.refuted`; empty: simple reasons are enough;
+    None in a plan by hand).
 
     ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own), and ``rings``
     as in `Way`. ``step`` is what was simulated to choose (None: nothing is known of links, or
@@ -176,8 +152,7 @@ class OwnershipPlan:
     search: Search = Search()
     limits: OwnerLimits = OwnerLimits()  # noqa: RUF009  frozen
     prices: tuple[PriceRow, ...] = ()
-    proof: Proof | None = None
-    claim: Claim | None = None
+    proof: tuple[int, ...] | None = None
     bucket_bytes: int | None = None
     rings: bool = False
     step: StepTimes | None = None
@@ -274,26 +249,30 @@ class OwnershipPlan:
         return self._fingerprint
 
     def to_json(self) -> str:
-        """One JSON object, with a digest of it; `from_json` gives an equal plan."""
-        data = {"format": FORMAT_VERSION} | _plain(self) | {"search": _plain(self.search)}
-        return json.dumps({"digest": digest(data)} | data, default=_plain)
+        """One JSON object, with the fingerprint; `from_json` gives an equal plan."""
+        data = {"format": FORMAT_VERSION, "fingerprint": self.fingerprint()} | _plain(self)
+        return json.dumps(data, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> OwnershipPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: no plan, of another format, changed since, or too large; says which field.
+            PlanError: no plan, of another format, or changed since; says which field.
         """
         try:
             data = parse(text)
             version = data.get("format") if isinstance(data, dict) else None
-            if version != FORMAT_VERSION:
-                raise PlanError(f"found format {version!r}, this version reads {FORMAT_VERSION}")
-            plan: OwnershipPlan = decode(cls, data)
-            if data.get("digest") != digest(data):
+            if version not in (_BEFORE, FORMAT_VERSION):
                 raise PlanError(
-                    "its digest is not that of its content, so it was changed or damaged since: "
+                    f"found format {version!r}, this version reads {_BEFORE} and {FORMAT_VERSION}"
+                )
+            # The proofs of the format before are of a kind that is not read any more.
+            without = {"proof": None} if version == _BEFORE else {}
+            plan: OwnershipPlan = decode(cls, data | without)
+            if version == FORMAT_VERSION and data.get("fingerprint") != plan.fingerprint():
+                raise PlanError(
+                    "its fingerprint is not that of its content, so it was changed or damaged: "
                     "plan again, or change the plan in code (dataclasses.replace) and write that"
                 )
             return plan
@@ -301,15 +280,7 @@ class OwnershipPlan:
             raise PlanError(f"not an ownership plan: {cut(str(error))}") from error
 
 
-def digest(data: dict[str, Any]) -> str:
-    """A digest of everything else in a saved plan, except the time that planning took."""
-    search = data.get("search")
-    if isinstance(search, dict):
-        search = search | {"seconds": None}
-    return sha256(data | {"digest": None, "search": search}, _plain)
-
-
-_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof)
+_ROWS = (Batch, MatrixSpec, PriceRow)
 
 
 def _plain(value: Any) -> Any:
@@ -344,7 +315,7 @@ def fitted_plan(
         tuple(values[i] for i in sorted(range(len(values)), key=place.__getitem__))
         for values in (limits.domain_of, limits.matrix_bytes)
     )
-    fitted = replace(
+    return replace(
         plan,
         # Reasons of routing are kept as in the plan, so that its fingerprint stays.
         specs=replace(plan.specs, parameters=tuple(old[n] for n in new), matrices=specs.matrices),
@@ -355,9 +326,6 @@ def fitted_plan(
         ),
         limits=replace(limits, domain_of=domains, matrix_bytes=sizes),
     )
-    if (claim := plan.claim) is not None and claim.fingerprint == plan.fingerprint():
-        fitted = replace(fitted, claim=replace(claim, fingerprint=fitted.fingerprint()))
-    return fitted
 
 
 def _misfits(
@@ -396,10 +364,10 @@ def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> Own
     them, whose time no plan depends on. None if it has other matrices, or the cap is exceeded."""
     if _keys(plan.specs) != _keys(specs):
         return None
-    found = replace(plan, specs=specs, limits=limits, claim=None)
+    found = replace(plan, specs=specs, limits=limits)
     if limits.memory_bytes is not None and max(found.state_bytes) > limits.memory_bytes:
         return None
-    return replace(found, claim=Claim(found.makespan_ms, found.fingerprint()))
+    return found
 
 
 # ---- batches as they are executed ----------------------------------------------------------

@@ -38,8 +38,6 @@ _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for pro
 UNLIMITED = 1 << 62  # bytes
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
-_MOST_POINTS = 8_000  # of a knapsack, kept after each shape
-_MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
 
 
 @lru_cache(maxsize=4096)
@@ -283,192 +281,15 @@ def _classes(
     )
 
 
-# ---- what one owner can take: a knapsack over batched costs ----------------------------------
-# For each shape an owner takes k matrices at cost C(k) and value v(k): a multiple-choice knapsack.
-# A frontier is the whole trade-off: the pairs (cost, value) that no other choice beats in both.
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """The choices of one shape: ``cost[k]``, ``value[k]`` for taking k; k = 0 costs nothing."""
-
-    cost: Ints
-    value: Ints
-
-    def density(self, limit: int) -> float:
-        """The most value per unit of cost among choices within the limit, rounded up."""
-        within = np.flatnonzero(self.cost[1:] <= limit) + 1
-        cost, value = self.cost[within], self.value[within]
-        if (value[cost == 0] > 0).any():
-            return math.inf
-        some = cost > 0
-        return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
-
-
-@dataclass(frozen=True, slots=True)
-class _Points:
-    """Pairs, both ascending; the point of the stage before and the choice that made each."""
-
-    cost: Ints
-    value: Ints
-    parent: Ints
-    taken: Ints
-
-    def __len__(self) -> int:
-        return len(self.cost)
-
-    def at(self, index: Ints) -> _Points:
-        return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
-
-
-_NOTHING = _Points(*np.zeros((4, 1), np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more; ``exact`` if no points
-    were merged. ``work``: pairs that were formed on the way."""
-
-    cost: Ints
-    value: Ints
-    exact: bool
-    least: int
-    stages: tuple[_Points, ...] = ()
-    work: int = 0
-
-    def best_value(self, limit: int) -> int:
-        """An upper bound of the largest value within the limit; ``least - 1`` if it is less."""
-        at = int(np.searchsorted(self.cost, limit, side="right"))
-        return int(self.value[at - 1]) if at else self.least - 1
-
-    def choice(self, limit: int) -> Ints | None:
-        """The most valuable counts within the limit, if any; not of a bounding frontier."""
-        if (at := int(np.searchsorted(self.cost, limit, side="right")) - 1) < 0:
-            return None
-        taken = []
-        for stage in reversed(self.stages):
-            taken.append(int(stage.taken[at]))
-            at = int(stage.parent[at])
-        return np.array(taken[::-1], np.int64)
-
-
-def frontier(
-    options: Sequence[Option],
-    limit: int,
-    *,
-    bounding: bool,
-    least: int = 0,
-    max_points: int = _MOST_POINTS,
-    max_work: int = _MOST_WORK,
-) -> Frontier:
-    """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
-
-    Where there are too many, those go that cannot be worth so much with what later options bring;
-    then neighbouring ones are merged: with ``bounding`` into a point as cheap as the cheapest and
-    as valuable as the best of them, so that `Frontier.best_value` is never too small; otherwise
-    into the most valuable real one, so that `Frontier.choice` exists. ``max_work`` bounds the pairs
-    formed: what an option leaves of its share is for those after it."""
-    points, exact, work = _NOTHING, True, 0
-    each = [option.density(limit) for option in options]
-    later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
-    densest = max(each, default=0.0)
-    ahead: list[_Points] = []  # what the options from each on bring, made when it is needed
-    stages: list[_Points] = []
-
-    def promising(points: _Points, i: int, most: int) -> _Points:
-        nonlocal ahead, work
-        if len(points) <= most or least <= 0:
-            return points
-        if not ahead:
-            ahead, formed = _ahead(options, limit, max_points, max_work // 4)
-            work += formed
-        at = np.searchsorted(ahead[i].cost, limit - points.cost, side="right") - 1
-        return points.at(np.flatnonzero(points.value + ahead[i].value[at] >= least))
-
-    for i, (option, dense) in enumerate(zip(options, later, strict=False)):
-        taken = _choices(option, limit, least, densest)
-        pairs = max(1, (max_work - work) // (len(options) - i))
-        points = promising(points, i, pairs // max(len(taken), 1))
-        if len(points) * len(taken) > pairs:
-            exact = False
-            taken = _thin(taken, bounding, max(math.isqrt(pairs), pairs // len(points)))
-            points = _thin(points, bounding, max(1, pairs // len(taken)))
-        stages.append(points)
-        work += len(points) * len(taken)
-        points = promising(_products(points, taken, limit, least, dense), i + 1, max_points)
-        if len(points) > max_points:
-            points, exact = _thin(points, bounding, max_points), False
-    points = points.at(np.flatnonzero(points.value >= least))
-    kept = () if bounding else (*stages, points)[1:]
-    return Frontier(points.cost, points.value, exact, least, kept, work)
-
-
-def _ahead(
-    options: Sequence[Option], limit: int, most: int, max_work: int
-) -> tuple[list[_Points], int]:
-    """For each option, and for none, an upper bound of what it and all later ones are worth within
-    a cost, in at most ``most`` points each; and the number of pairs that were formed."""
-    found, work = [_NOTHING], 0
-    for option in reversed(options):
-        taken = _choices(option, limit, 0, math.inf)
-        taken = _thin(taken, True, max(1, max_work // (len(options) * len(found[0]))))
-        work += len(found[0]) * len(taken)
-        found.insert(0, _thin(_products(found[0], taken, limit, 0, math.inf), True, most))
-    return found, work
-
-
-def _choices(option: Option, limit: int, least: int, dense: float) -> _Points:
-    kept = _useful(option.cost, option.value, limit, least, dense)
-    return _Points(option.cost[kept], option.value[kept], kept, kept)
-
-
-def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
-    """All pairs of a point and a choice, without those that another one beats, and those that
-    cannot be worth ``least`` with what comes later, of this density."""
-    cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
-    value = (points.value[None, :] + taken.value[:, None]).ravel()
-    keep = _useful(cost, value, limit, least, dense)
-    return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
-
-
-def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> Ints:
-    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one and are
-    worth ``least`` if the rest of the limit brings this density."""
-    kept: Ints = np.flatnonzero(cost <= limit)
-    if not math.isinf(dense):
-        reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
-        kept = kept[reach >= least]
-    kept = kept[np.argsort(cost[kept], kind="stable")]  # quick, because it is made of sorted runs
-    best = np.maximum.accumulate(value[kept])
-    kept = kept[np.diff(best, prepend=best[:1] - 1) > 0]
-    return kept[np.diff(cost[kept], append=cost[kept][-1:] + 1) > 0]
-
-
-def _thin(points: _Points, bounding: bool, most: int) -> _Points:
-    """At most one point in each of ``most`` equal intervals of cost, and one more."""
-    if len(points) <= most:
-        return points
-    edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
-    first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
-    last = np.append(first[1:], len(points)) - 1
-    if not bounding:  # the cheapest stays: nothing taken, at first
-        first = last = np.unique(np.append(0, last))
-    return replace(points.at(last), cost=points.cost[first])
-
-
 # ---- without a solver: longest processing time, local search, round robin -----------------
 
 _MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans
 _MOST_EXCHANGES = 150_000_000  # exchanges looked at
-_MOST_SHARED_ANEW = 48  # pairs of ranks whose matrices are shared out anew
-_SPLIT_POINTS = 500
-_SPLIT_WORK = 2_000_000  # pairs formed by the knapsack of one split
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
 _STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a shape one move takes along
 _AMOUNTS = 300  # of shapes that are tried in one exchange, the costliest shapes first
 _REPRESENTATIVES = 256
 _CHUNKS = (1, 2, 4, 8, 16)
-_NEVER = np.iinfo(np.int64).max // 64
 
 
 def longest_first(
@@ -556,22 +377,20 @@ def baselines(
 
 
 def improve(problem: Problem, counts: Counts, spent: Callable[[], bool] = lambda: False) -> Counts:
-    """Local search: lower the load of the busiest rank while that is possible, by moving or
-    swapping a few matrices, else by sharing out anew all that it and one other rank have. The
-    makespan never rises. Memory caps and allowed owners are kept."""
+    """Local search: lower the load of the busiest rank by moving or swapping a few matrices, while
+    that is possible. The makespan never rises. Memory caps and allowed owners are kept."""
     state = _State(problem, counts)
     for _ in range(_MOST_MOVES):
         if state.work <= 0 or spent():
             break
-        busiest = int(state.loads.argmax())
-        if not (state.exchange(busiest) or state.share_anew(busiest)):
+        if not state.exchange(int(state.loads.argmax())):
             break
     return state.counts
 
 
 class _State:
     def __init__(self, problem: Problem, counts: Counts) -> None:
-        self.problem, self.work, self.splits = problem, _MOST_EXCHANGES, _MOST_SHARED_ANEW
+        self.problem, self.work = problem, _MOST_EXCHANGES
         self.counts: Counts = counts.copy()
         self.loads = problem.loads(counts)
         self.free = problem.room - counts @ problem.nbytes
@@ -635,39 +454,6 @@ class _State:
         most = self.counts[list(ranks)].max(0)
         there = ((s, int(most[s])) for s in np.flatnonzero(most).tolist())
         return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
-
-    def share_anew(self, b: int) -> bool:
-        """Split what rank ``b`` and another one have between the two, as evenly as can be: a
-        knapsack, in which the value of k matrices with ``b`` is what the other then saves."""
-        problem, most = self.problem, int(self.loads[b]) - 1
-        for o in self._representatives(b)[: self.splits].tolist():
-            self.splits -= 1
-            both, options = self.counts[b] + self.counts[o], []
-            there = np.flatnonzero(both)
-            for s in there.tolist():
-                cost = problem.shapes[s].ticks[: both[s] + 1].copy()
-                saved = cost[-1] - cost[::-1]
-                if not problem.allowed[b, s]:
-                    cost[1:] = _NEVER
-                if not problem.allowed[o, s]:
-                    saved[:-1] = -_NEVER  # it may keep none of it
-                options.append(Option(cost, saved))
-            mine, everything = int(problem.fixed[b]), int(problem.fixed[o])
-            everything += sum(int(option.value[-1]) for option in options)
-            found = frontier(
-                options, most - mine, bounding=False, least=everything - most,
-                max_points=_SPLIT_POINTS, max_work=_SPLIT_WORK,
-            )  # fmt: skip
-            self.work -= found.work
-            after = np.maximum(mine + found.cost, everything - found.value)
-            for at in np.argsort(after, kind="stable")[:8].tolist():
-                gained = -self.counts[b]
-                gained[there] += found.choice(int(found.cost[at]))
-                nbytes = int(gained @ problem.nbytes)
-                if nbytes <= self.free[b] and -nbytes <= self.free[o]:
-                    self._give(o, b, gained)
-                    return True
-        return False
 
     def _give(self, giver: int, taker: int, counts: Ints) -> None:
         problem = self.problem

@@ -1,9 +1,9 @@
 """Planning: prices -> problem -> counts -> owners (placement) -> batches -> plan.
 
 Counts come from one of `SOLVERS`. "auto" begins with the greedy solver; until a plan is proven
-optimal, it asks the covering search (`bound.cover`), column generation (`columns`), and the search
-again with the values that were found. Counts must be feasible and better than those known, and a
-bound counts only if `bound` computes it again. Work limits come first, the wall clock is the last.
+optimal, it looks for better counts, and for proofs that there are none, with `patterns`. Counts
+must be feasible and better than those known, and a bound is computed in integers here, whatever a
+solver says. Work limits come first, the wall clock is the last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +19,22 @@ from typing import Any
 import numpy as np
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler import columns
-from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
-from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, Search, Way
+from dmuon.scheduler.patterns import (
+    WORTH,
+    EngineError,
+    available_engines,
+    counts_of,
+    every_pattern,
+    exhaust,
+    is_short,
+    leaves_out,
+    most_worth,
+    near_patterns,
+    shared_out,
+    simple_bound,
+)
+from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search, Way
 from dmuon.scheduler.problem import (
     UNLIMITED,
     Counts,
@@ -37,19 +49,37 @@ from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, launch_order, layer_of, place
 from dmuon.types import Layout, PlanError, grouped
 
-_MOST_DOMAINS = 8  # filled by themselves, after which the others are no longer the busiest
-_FIRST_WORK = 1_500_000
-_LAST_WORK = 20_000_000
+_ATTEMPTS = 16  # at finding better counts, and as many at raising the bound
+_CLOSE = 1e-5  # of the makespan: gaps below this are not halved any more
+_MOST_SHAPES = 200  # more make programs too slow for what they gain
+_MOST_CLASSES = 12
+_MOST_DOMAINS = 8  # improved by themselves, after which the others are no longer the busiest
+
+
+class Budget:
+    """The wall clock, which is asked only after the work limits; ``hit`` if it ever cut short."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._end, self.hit = now, now() + seconds, False
+
+    def left_s(self) -> float:
+        return max(self._end - self._now(), 0.0)
+
+    def spent(self) -> bool:
+        self.hit = self.hit or self.left_s() <= 0
+        return self.hit
 
 
 @dataclass(frozen=True)
 class Found:
-    """Counts, and what is known about them; times in ticks."""
+    """Counts, and what is known about them; times in ticks. ``values`` as `patterns.refuted` needs
+    them to show that the makespan before ``bound`` is out of reach."""
 
     counts: Counts
     solver: str
+    makespan: int
     bound: int
-    proof: Proof
+    values: tuple[int, ...] = ()
     engine: str = ""
     note: str = ""
 
@@ -113,20 +143,20 @@ def solve(
         plan = replace(plan, batches=tuple(sorted(plan.batches, key=lambda b: key[b.matrices[0]])))
     plan = replace(plan, bucket_bytes=way.bucket_bytes, rings=way.rings)
     search = replace(plan.search, seconds=time.perf_counter() - begin)
-    return replace(plan, search=search, claim=Claim(plan.makespan_ms, plan.fingerprint()))
+    return replace(plan, search=search)
 
 
 def _outcome(
     problem: Problem, found: Found, budget: Budget, alternatives: tuple[tuple[str, float], ...]
 ) -> dict[str, Any]:
     """The fields of a plan that say what was found, and how."""
-    is_optimal = found.bound >= problem.makespan(found.counts)
+    is_optimal = found.bound >= found.makespan
     return {
         "solver": found.solver,
         "status": "optimal" if is_optimal else "time_limit" if budget.hit else "feasible",
         "lower_bound_ms": problem.ms(found.bound),
         "search": Search(alternatives, 0.0, found.engine, found.note, budget.hit),
-        "proof": found.proof,
+        "proof": found.values,
     }
 
 
@@ -161,19 +191,28 @@ def _greedy(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Foun
 
 
 def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
-    """The best that is found, and the bound; alike domains are looked at as one first."""
+    """The greedy counts, or better ones, and a better bound, from patterns."""
     plain = _greedy(problem, simple, budget)
-    if plain.bound >= problem.makespan(plain.counts):
+    if plain.bound >= plain.makespan:
         return plain
     if len({c.allowed for c in problem.classes}) > 1:
-        plain = replace(plain, counts=_by_domain(problem, plain.counts, budget))
-    if (simpler := relaxed(problem)) is problem:
-        return _solved(problem, plain, budget)
-    if (start := greedy(simpler, [], budget.spent)) is None:
-        return plain
-    found = _solved(simpler, replace(plain, counts=start), budget)
-    bound = min(found.bound, problem.makespan(plain.counts))
-    return _closed(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
+        plain = _plain(problem, _by_domain(problem, plain.counts, budget))
+    is_small = len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
+    notes = []
+    if not (engines := available_engines()):
+        notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
+    for engine in engines if is_small else ():
+        search = _Bisection(problem, plain, engine, budget)
+        try:
+            search.improve()
+            search.prove()
+        except EngineError as error:
+            notes.append(str(error))
+            continue
+        if (found := search.found) is not plain:
+            return replace(found, solver="milp", engine=engine, note="; ".join(notes))
+        break
+    return replace(plain, note="; ".join([*notes, "this is the greedy plan"]))
 
 
 # A solver is given the problem, the counts of simple methods by name, and the clock. It raises
@@ -185,57 +224,84 @@ SOLVERS: Mapping[str, Callable[[Problem, dict[str, Counts], Budget], Found]] = M
 
 def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
     """Counts with the bound that needs no solver."""
-    bound, dual = simple_bound(relaxed(problem), problem.makespan(counts))
-    return Found(counts, name, bound, Proof(dual))
+    makespan = problem.makespan(counts)
+    return Found(counts, name, makespan, min(simple_bound(problem), makespan))
 
 
-def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
-    """The covering search, column generation, and the covering search again."""
-    best = _closed(problem, plain, _FIRST_WORK, budget)
-    notes: list[str] = []
-    engine = ""
-    few = len(problem.shapes) <= columns.MOST_SHAPES
-    few = few and len(problem.classes) <= columns.MOST_CLASSES
-    if best.bound < problem.makespan(best.counts) and few:
-        if not (engines := available_engines()):
-            notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
-        for name in engines:
-            search = Columns(problem, name, budget, best.counts, best.bound, best.proof.dual)
-            try:
-                search.climb()
-                search.round()
-                engine = name
-            except EngineError as error:
-                notes.append(str(error))
-            proof = Proof(search.dual) if search.bound > best.bound else best.proof
-            best = replace(best, counts=search.counts, bound=search.bound, proof=proof)
-            if engine:
-                break
-        if best.bound < problem.makespan(best.counts):
-            best = _closed(problem, best, _LAST_WORK, budget)
-    makespan = problem.makespan(best.counts)
-    best = replace(best, bound=certified(problem, best.proof, best.bound))
-    solver = "milp" if engine else "search"
-    if makespan >= problem.makespan(plain.counts) and best.bound <= plain.bound:
-        solver = "greedy"
-        notes.append("this is the greedy plan")
-    return replace(best, solver=solver, engine=engine, note="; ".join(notes))
+class _Bisection:
+    """Finds better counts, and raises the bound, by trying makespans between the two."""
 
+    def __init__(self, problem: Problem, found: Found, engine: str, budget: Budget) -> None:
+        self.problem, self.found, self.engine, self.budget = problem, found, engine, budget
 
-def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
-    """Counts and bound brought closer by covering searches; ``work`` bounds each of them."""
-    counts, makespan = found.counts, problem.makespan(found.counts)
-    while found.bound < makespan and not budget.spent():
-        better, complete = cover(problem, makespan - 1, found.proof.dual, work)
-        if better is not None:
-            counts = improve(problem, better, budget.spent)
-            makespan = problem.makespan(counts)
-            continue
-        if complete:
-            proof = replace(found.proof, impossible=makespan - 1)
-            found = replace(found, bound=makespan, proof=proof)
-        break
-    return replace(found, counts=counts)
+    def improve(self) -> None:
+        """Look for better counts: in turn just below those known, because nothing is left to do if
+        that is out of reach, and halfway to what is."""
+        hopeless = self.found.bound - 1  # nothing was found for this makespan
+        for attempt in range(_ATTEMPTS):
+            if hopeless >= self.found.makespan - 1 or self.budget.spent():
+                return
+            limit = (
+                (hopeless + self.found.makespan) // 2 if attempt % 2 else self.found.makespan - 1
+            )
+            if not self._try(limit):
+                hopeless = limit
+
+    def prove(self) -> None:
+        """Raise the bound towards the makespan of the counts."""
+        low, high = self.found.bound, self.found.makespan - 1  # the least makespan that may be open
+        for _ in range(_ATTEMPTS):
+            if high - low <= _CLOSE * high or self.budget.spent():
+                return
+            middle = (low + high) // 2
+            self._try(middle, prove=True)
+            low, high = (self.found.bound, high) if self.found.bound > middle else (low, middle)
+
+    def _try(self, limit: int, *, prove: bool = False) -> bool:
+        """Find counts within a makespan, or else show that there are none; True if counts are
+        found. With ``prove`` only the latter."""
+        problem = self.problem
+        listed = every_pattern(problem, limit)
+        some = near_patterns(problem, self.found.counts, limit) if listed is None else listed
+        if leaves_out(some):
+            if listed is not None:
+                self._refute(limit, (0,) * len(problem.shapes))
+            return False
+        solved = shared_out(problem, some, self.engine, self.budget.left_s() + 1.0, whole=False)
+        if solved is None:
+            return False
+        times, duals = solved
+        duals = np.maximum(duals, 0.0)
+        values = np.rint(duals / max(float(duals.max()), 1e-200) * WORTH).astype(np.int64)
+        most = most_worth(problem, limit, values, listed)
+        if most is not None and is_short(problem, most, values):
+            self._refute(limit, tuple(values.tolist()))
+            return False
+        counts, complete = None, False
+        if listed is not None and most is not None:
+            counts, complete = exhaust(problem, listed, values, most)
+            if complete and counts is None:
+                self._refute(limit, tuple(values.tolist()))
+        if complete or prove or times > 1 + 1e-6:
+            return self._take(counts)
+        limit_s = self.budget.left_s() + 1.0
+        if (whole := shared_out(problem, some, self.engine, limit_s, whole=True)) is None:
+            return False
+        return self._take(counts_of(problem, some, whole[1]))
+
+    def _refute(self, limit: int, values: tuple[int, ...]) -> None:
+        if limit + 1 > self.found.bound:
+            self.found = replace(self.found, bound=limit + 1, values=values)
+
+    def _take(self, counts: Counts | None) -> bool:
+        """Keep counts if they are better than those known."""
+        if counts is None or not self.problem.is_feasible(counts):
+            return False
+        counts = improve(self.problem, counts, self.budget.spent)
+        if (makespan := self.problem.makespan(counts)) >= self.found.makespan:
+            return False
+        self.found = replace(self.found, counts=counts, makespan=makespan)
+        return True
 
 
 def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
@@ -270,12 +336,15 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
             if (start := greedy(part, [], budget.spent)) is None:
                 return counts  # shares do not look at memory
             found[part] = start
-    for _ in range(_MOST_DOMAINS):
-        worst = max(found, key=lambda part: part.makespan(found[part]))
-        before = worst.makespan(found[worst])
-        found[worst] = _closed(worst, _plain(worst, found[worst]), _FIRST_WORK, budget).counts
-        if worst.makespan(found[worst]) == before or budget.spent():
-            break
+    for engine in available_engines()[:1]:
+        for _ in range(_MOST_DOMAINS):
+            worst = max(found, key=lambda part: part.makespan(found[part]))
+            search = _Bisection(worst, _plain(worst, found[worst]), engine, budget)
+            with suppress(EngineError):
+                search.improve()
+            if search.found.counts is found[worst] or budget.spent():
+                break
+            found[worst] = search.found.counts
     filled = np.zeros_like(counts)
     for part, ranks, shapes in parts:
         filled[np.ix_(ranks, shapes)] = found[part]
@@ -349,7 +418,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         counts = greedy(problem, [found.counts], budget.spent)
         assert counts is not None
         return counts
-    nbytes = in_bytes.makespan(found.counts)
+    nbytes = found.makespan
     known = f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
     if found.bound >= nbytes:
         known = f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"

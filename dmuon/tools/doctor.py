@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon import __version__, devices
 from dmuon.kernels.choice import described, fixed_choice, measured_speeds, why_not
-from dmuon.scheduler.columns import available_engines
 from dmuon.scheduler.costs import CacheKey, CostTable, cache_directory, read_cache
 from dmuon.scheduler.json_files import parse, read_text
+from dmuon.scheduler.patterns import available_engines
 from dmuon.tools.plan import show
 
 _SHAPES = ((256, 256), (1024, 1024), (1024, 4096))  # whose kernels are named

@@ -79,7 +79,7 @@ def asked(case: str, way: str = "mixed", **more: Any) -> dict[str, Any]:
             of = [[], known[:1], known[-1:]][n % 3]
         copies = tuple(ranks[(n + k) % len(ranks)] for parts in of for k, ranks in enumerate(parts))
         batches.append(replace(one, owner=copies[0], copies=copies) if copies else one)
-    plan = replace(plan, batches=tuple(batches), claim=None)
+    plan = replace(plan, batches=tuple(batches))
     return {"plan": plan, "solver": "auto", "planner": planner(case, max_batch=2), **more}
 
 
@@ -322,7 +322,7 @@ def test_a_saved_plan_with_copies_in_wrong_places_is_refused(rank, world, copies
         own = dmuon.dedicate_params(laid_out(layout)[0])
         first, *others = own.plan.batches
         wrong = replace(first, owner=copies[0], copies=copies)
-        plan = replace(own.plan, batches=(wrong, *others), claim=None)
+        plan = replace(own.plan, batches=(wrong, *others))
         own.close()
         with pytest.raises(DmuonError, match=r"compute .* expected one rank of each part"):
             dmuon.dedicate_params(laid_out(layout)[0], plan=plan)
