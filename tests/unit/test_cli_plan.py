@@ -534,7 +534,7 @@ def quotes() -> dict[str, dict[str, str]]:
             r"(?<=```text\n) solver [^`]*(?=\n```)": table,
             r"[\d.]+ ms(?= at worst)": in_turn,
             r"(?<=even with dmuon's plan, )[\d.]+ ms": best,
-            r"(?<=every rank would need\n)[\d,]+ ms": f"{sum(r['ms'] for r in loads):,.0f} ms",
+            r"(?<=every rank would need )[\d,]+ ms": f"{sum(r['ms'] for r in loads):,.0f} ms",
         },
     }
 
