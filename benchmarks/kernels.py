@@ -37,7 +37,7 @@ from benchmarks import baselines, rivals
 from benchmarks.results import Row, Rows, command, in_words, row_options, table
 from benchmarks.timing import Laps, first_laps, laps, ratio, spread, take_turns
 from dmuon import measure
-from dmuon.config import KernelOptions, PlannerOptions
+from dmuon.config import KernelOptions
 from dmuon.kernels.choice import (
     default_restarts,
     fixed_choice,
@@ -47,14 +47,13 @@ from dmuon.kernels.choice import (
 )
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
-from dmuon.scheduler.costs import CostTable, nearest_device
+from dmuon.scheduler.costs import MAX_BATCH, CostTable, nearest_device
 from dmuon.scheduler.specs import dtype_name
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
 STEPS = 5
 TRIPLES = resolve_coefficients("polar_express", STEPS)
-MAX_BATCH = PlannerOptions().max_batch
 
 Stack = tuple[int, int, int]  # matrices, rows, cols
 Kernels = dict[Stack, str]  # of a batch of wide matrices
@@ -301,14 +300,14 @@ def tune(
     device = rows.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     prices = nearest_device(device.type, gpu)
-    pace = measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS), {})
+    model = CostTable("benchmark", device=prices, ns_steps=STEPS)
     timer = measure.OwnerTimer(device, dtype, momentum=False)
 
     @torch.no_grad()
     def choose(case: measure.Case) -> Row:
         begin = time.perf_counter()
-        options = KernelOptions(tune_budget_s=max(0.0, deadline - begin))
-        found = measure.choose_kernels([case], {}, timer, pace, options)
+        left, options = max(0.0, deadline - begin), KernelOptions()
+        found = measure.choose_kernels([case], {}, timer, model, options, budget_s=left)
         return {"kernel": found.get(case), "seconds": time.perf_counter() - begin}
 
     counts: dict[Stack, int] = {}

@@ -135,8 +135,8 @@ def large(name: str) -> Row:
 def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
     """Costs of this CPU, measured anew."""
     keys = [m.key for m in specs.matrices]
-    options = PlannerOptions(profile_budget_s=budget_s, cache_dir=None)
-    return measured_costs(Transport(), keys, torch.device("cpu"), options)
+    given = Transport(), keys, torch.device("cpu"), PlannerOptions()
+    return measured_costs(*given, budget_s=budget_s)
 
 
 def show(rows: list[Row]) -> None:

@@ -167,8 +167,8 @@ def dedicate_params(
         splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
             several matrices of a fused parameter (docs/routing.md).
         heads: name pattern -> number of equal pieces; each is a matrix.
-        costs: "measured" chooses kernels and times each shape (at most ``kernels.tune_budget_s``
-            and ``planner.profile_budget_s`` seconds; kept in a cache), "analytic" estimates it for
+        costs: "measured" chooses kernels and times each shape (at most about 10 seconds each; kept
+            in a cache), "analytic" estimates it for
             this device, "analytic:<device>" another (docs/costs.md); or a `CostTable`, or its path.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.

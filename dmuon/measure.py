@@ -16,9 +16,9 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -41,6 +41,7 @@ from dmuon.rule import Hyper, Rule
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import (
     BATCH_NUMEL,
+    MAX_BATCH,
     NIC_SHARE,
     CostTable,
     Rates,
@@ -54,13 +55,11 @@ from dmuon.types import KernelChoice, warn
 
 T = TypeVar("T")
 
-PASSES = 10  # over everything, the first of which warms up
-_MIN_TIMES = 5  # medians are of at least so many, where that is quick
-_FEW_PASSES = 2  # where it is not
-_STABLE = 0.05  # of the median, between the quartiles
-_PRICES_SHARE = 0.025  # of the budget is quick, as prices need be right to a few percent only
-_CHOICE_MS = 20.0  # of running the kernels of one case are quick
-_LOST = 1.2  # times as long as the fastest: another pass would change nothing
+BUDGET_S = 10.0  # for choosing kernels, and for prices
+PASSES = 4  # over everything, the first of which warms up
+_CAPTURING = 2  # more where an accelerator compiles first, then captures
+_PRICES_S, _CHOICE_S = 0.25, 0.02  # of running: where it takes longer, two passes are enough
+_LONG_MS = 4.0  # a CPU runs a batch of matrices that take so long one by one
 _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
@@ -83,132 +82,105 @@ class Case:
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
-Progress = Callable[[int, Case], object]  # gets the number of runs done, and the next case
 
 
-def cases_of(
-    keys: Iterable[ShapeKey], max_batch: int, batch_numel: int = BATCH_NUMEL
-) -> tuple[Case, ...]:
+def cases_of(keys: Iterable[ShapeKey], batch_numel: int = BATCH_NUMEL) -> tuple[Case, ...]:
     """The cases that planning for these matrices needs, sorted: batches of powers of two, and the
     largest one (see `largest_batch`).
 
-    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")], 16)]
+    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")])]
     [(1, 3), (2, 3), (3, 3)]
     """
     cases: list[Case] = []
     for key, count in sorted(Counter(map(canonical_key, keys)).items()):
-        most = min(count, largest_batch(*key[:2], max_batch, batch_numel))
+        most = min(count, largest_batch(*key[:2], MAX_BATCH, batch_numel))
         sizes = {*(2**i for i in range(most.bit_length())), most}
         cases += [Case(key, batch, count) for batch in sorted(sizes)]
     return tuple(cases)
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """The smaller batches that `cases_of` lists."""
-    sizes = (2**i for i in range(case.batch.bit_length()))
-    return (replace(case, batch=size) for size in sizes if size < case.batch)
+def long_batch(case: Case, ms: Mapping[Case, float]) -> Case:
+    """The smallest batch of this shape that is known to be so long that a CPU runs larger ones,
+    such as ``case``, in the same way; ``case`` if there is none."""
+    smaller = (replace(case, batch=1 << i) for i in range((case.batch - 1).bit_length()))
+    return next((one for one in smaller if ms.get(one, 0.0) >= _LONG_MS), case)
 
 
-def by_smaller_batches(times: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """Milliseconds of these batches on a CPU, some of them `costs.by_smaller`."""
-    found = dict(times)
+def as_on_a_cpu(ms: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
+    """The times of these batches on a CPU from those that were taken. Beyond a `long_batch` each
+    matrix costs as much and a little more, because the traffic of smaller batches hides better. No
+    other batch costs more than its matrices do in smaller ones, or noise splits it.
+
+    >>> one, two = (Case((4, 4, "float32"), batch) for batch in (1, 2))
+    >>> [as_on_a_cpu({one: single, two: 2.5 * single}, [one, two])[two] for single in (1.0, 4.0)]
+    [1.998, 8.008]
+    """
+    found: dict[Case, float] = {}
     for case in sorted(cases, key=lambda case: case.batch):
-        known = {smaller.batch: found[smaller] for smaller in _smaller(case) if smaller in found}
-        is_long = any(ms >= costs.LONG_MS for ms in known.values())
-        most = math.inf if is_long else found.get(case, math.inf)
-        found[case] = min(most, costs.by_smaller(known, case.batch))
+        if (long := long_batch(case, ms)) != case and ms[long] < math.inf:
+            found[case] = 1.001 * found[long] / long.batch * case.batch
+        elif case in ms:
+            smaller = [c for c in found if c.key == case.key] * (ms[case] < math.inf)
+            parts = [0.999 * found[c] / c.batch * case.batch for c in smaller]
+            found[case] = min([ms[case], *parts])
     return found
+
+
+def in_order(cases: Iterable[Case], model: CostTable) -> list[Case]:
+    """Single matrices before larger batches, each by the time of all matrices of its shape, longest
+    first; but the smallest before all others, because it tells how fast the device is."""
+    ms = {case: model.batch_ms(case.key, 1) for case in cases}
+    ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
+    smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key), default=None)
+    return sorted(ordered, key=lambda case: case != smallest)
 
 
 # ---- the timing loop ---------------------------------------------------------------------
 
 
-@dataclass
-class Pace:
-    """How long a run will take: as before (``known``, in milliseconds), or as the model says,
-    corrected by known times."""
-
-    _model: CostTable
-    known: dict[Case, float]
-    clock: Callable[[], float] = time.perf_counter
-
-    def is_late(self, case: Case, deadline: float, runs: int = 1) -> bool:
-        """Whether this number of runs is expected to end after the deadline."""
-        ms = self.known.get(case)
-        if ms is None:
-            table = replace(self._model, entries=_by_row(self.known))
-            ms = table.batch_ms(case.key, case.batch)
-        return runs * ms / 1e3 > deadline - self.clock()
-
-    def alike(self, case: Case) -> Case:
-        """The smallest known batch of this shape that is so long that a CPU runs larger ones, such
-        as ``case``, alike; ``case`` if there is none."""
-        return next((c for c in _smaller(case) if self.known.get(c, 0.0) >= costs.LONG_MS), case)
-
-    def in_order(self, cases: Iterable[Case]) -> list[Case]:
-        """Single matrices before larger batches, each by the time of all matrices of its shape,
-        longest first; the smallest before all others where nothing is known of the device."""
-        ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
-        ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
-        if ordered and not self.known:
-            smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key))
-            ordered.sort(key=lambda case: case != smallest)
-        return ordered
-
-
 def median_times(
     runs: Sequence[Run],
     timer: OwnerTimer,
-    pace: Pace,
+    model: CostTable,
+    known: dict[Case, float],
     *,
     deadline: float = math.inf,
-    enough_ms: float = math.inf,
-    is_race: bool = False,
-    progress: Progress = lambda done, case: None,
+    enough_s: float = math.inf,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> dict[Run, float]:
-    """The median milliseconds of each run, in their order, of which none begins that is not
-    expected to end before the ``deadline``; inf for an optional kernel that raises.
+    """The median milliseconds of each run; inf for an optional kernel that raises.
 
-    Everything is run once before anything is run again, up to `PASSES` times, so that no batch
-    follows itself, as in training, and a slow second spoils one number of each run. The first pass
-    warms up: it counts only for runs that are repeated no more than once, where the smaller number
-    does. After ``enough_ms`` of running that is enough. In a race what is clearly slower is not run
-    again."""
-    times: dict[Run, list[float]] = defaultdict(list)
-    medians: dict[Run, float] = {}
-    todo, done, spent_ms = list(runs), 0, 0.0
-    for number in range(PASSES):
-        turns = first_turns(timer.device) if number == 0 else 1
-        for run in todo:
-            progress(done, run[0])
+    Everything is run once before anything is run again, so that no batch follows itself, as in
+    training, and a slow second spoils one number of each run. None begins that the ``model``,
+    scaled by the ``known`` times (which are updated), does not expect to end before the
+    ``deadline``. After ``enough_s`` two numbers do, of which the smaller one counts."""
+    is_cpu, begin, done = devices.of(timer.device).is_cpu, timer.clock(), 0
+    skipped = 0 if is_cpu else _CAPTURING
+    ran, times, medians = Counter[Run](), defaultdict[Run, list[float]](list), dict[Run, float]()
+    for number in range(skipped + PASSES):
+        if number > skipped + 1 and timer.clock() - begin > enough_s:
+            break
+        for run in runs:
+            progress(done)
             done += 1
-            if pace.is_late(run[0], deadline, turns):
+            if medians.get(run) == math.inf or (is_cpu and long_batch(run[0], known) != run[0]):
+                continue
+            if (expected := known.get(run[0])) is None:
+                expected = replace(model, entries=_by_row(known)).batch_ms(run[0].key, run[0].batch)
+            if max(1, skipped + 1 - ran[run]) * expected / 1e3 > deadline - timer.clock():
                 continue
             try:
                 ms = _attempted(run[1], partial(timer.run, run[0]))
             except torch.OutOfMemoryError:
                 continue
+            ran[run] += 1
             if ms == math.inf:
                 medians[run] = ms
-                continue
-            times[run].append(ms)
-            spent_ms += ms
-            few = len(times[run]) <= _FEW_PASSES
-            ms = min(times[run]) if few else statistics.median(times[run][1:])
-            medians[run] = float(f"{ms:.6g}")  # no clock is more exact
-            pace.known[run[0]] = medians[run]
-        todo = [run for run in todo if medians.get(run, math.inf) < math.inf]
-        if is_race and number > 0:
-            best = min((medians[run] for run in todo), default=math.inf)
-            todo = [run for run in todo if min(times[run]) <= _LOST * best]
-        if number > 0 and all(_suffice(times[run], spent_ms >= enough_ms) for run in todo):
-            break
+            elif ran[run] > skipped:
+                times[run].append(ms)
+                ms = statistics.median(times[run][1:]) if len(times[run]) > 2 else min(times[run])
+                medians[run] = known[run[0]] = float(f"{ms:.6g}")  # no clock is more exact
     return medians
-
-
-def first_turns(device: torch.device) -> int:
-    """Runs until the first time that counts: an accelerator compiles first, then captures."""
-    return 1 if devices.of(device).is_cpu else 3
 
 
 def _attempted(kernel: str, work: Callable[[str], float]) -> float:
@@ -226,13 +198,6 @@ def _attempted(kernel: str, work: Callable[[str], float]) -> float:
         return math.inf
 
 
-def _suffice(times: Sequence[float], is_long: bool) -> bool:
-    if is_long or len(times) <= _MIN_TIMES:
-        return is_long and len(times) >= _FEW_PASSES
-    low, middle, high = statistics.quantiles(times[1:], n=4, method="inclusive")
-    return high - low <= _STABLE * middle
-
-
 @dataclass(eq=False, repr=False)
 class OwnerTimer:
     """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings and one
@@ -243,6 +208,7 @@ class OwnerTimer:
     momentum: bool = True
     sharing: int = 1
     options: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self._runner = Orthogonalizer(self.device, self.ns_dtype, self.options)
@@ -250,8 +216,6 @@ class OwnerTimer:
         self._hyper = Hyper.of(defaults.group())
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
-        self._warm: set[Run] = set()
-        self._own_ms = self._all_own_ms = self._spent_ms = 0.0
 
     def _call(self, case: Case, kernel: str) -> Call:
         is_raw = not self.momentum and are_raw({self.ns_dtype}, self.device)
@@ -261,7 +225,7 @@ class OwnerTimer:
         """Allocate memory for these, one at a time; returns those that fit a quarter of it."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self.sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
-        self._memory, self._warm = {}, set()
+        self._memory = {}
         self._runner.reserve([self._call(*run) for run in fitting])
         # An own generator, explicit devices and dtypes: the user's defaults do not matter.
         generator = devices.of(self.device).generator(0)
@@ -280,51 +244,21 @@ class OwnerTimer:
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved, once compiled and captured; on a
-        CPU those of the thread itself, which others may interrupt. Raises OutOfMemoryError."""
-        is_first = (case, kernel) not in self._warm
-        turns = first_turns(self.device) if is_first else 1
-        self._warm.add((case, kernel))
+        """Milliseconds of one update of a batch that is reserved. Raises OutOfMemoryError."""
+        call, memory = self._call(case, kernel), self._memory[case.key[2]]
+        grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
         # Events are recorded on the current device's stream, which may be another's.
         with devices.of(self.device).current():
-            for _ in range(turns):
-                watch = self._once(case, kernel)
-            ms = watch.milliseconds()
-        if not devices.of(self.device).is_cpu:
-            return ms
-        own = min(ms, self._own_ms) or ms  # nothing where that clock is coarse
-        if not is_first:  # which sets up libraries
-            self._spent_ms += ms
-            self._all_own_ms += own
-        return own
-
-    @property
-    def slowdown(self) -> float:
-        """Wall time of all runs over the thread's own: 1, unless processes outnumber processors."""
-        return self._spent_ms / self._all_own_ms if self._all_own_ms else 1.0
-
-    def _timed(self, work: Callable[[], object]) -> Stopwatch:
-        watch, begun = Stopwatch(self.device), time.thread_time()
-        watch.start()
-        work()
-        watch.stop()
-        self._own_ms = 1e3 * (time.thread_time() - begun)
-        return watch
-
-    def _once(self, case: Case, kernel: str) -> Stopwatch:
-        call = self._call(case, kernel)
-        memory = self._memory[case.key[2]]
-        grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
-        operand = self._runner.operand(call)
-        if not self.momentum:
-            normalize(grads, self.ns_dtype, out=operand)
-
-        def update() -> None:
+            operand = self._runner.operand(call)
+            if not self.momentum:
+                normalize(grads, self.ns_dtype, out=operand)
+            watch = Stopwatch(self.device)
+            watch.start()
             if self.momentum:
                 Rule().operand(buffer, grads, self._hyper, out=operand)
             self._runner.run(call, operand)
-
-        return self._timed(update)
+            watch.stop()
+            return watch.milliseconds()
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -369,19 +303,20 @@ def choose_kernels(
     cases: Iterable[Case],
     cached: Mapping[Case, str],
     timer: OwnerTimer,
-    pace: Pace,
+    model: CostTable,
     options: KernelOptions,
     speeds: Speeds | None = None,
     *,
-    progress: Progress = lambda done, case: None,
+    budget_s: float = BUDGET_S,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> dict[Case, str]:
     """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
-    that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach. The rule for these
-    ``speeds`` has the other cases, and wins where nothing is clearly faster.
+    that pass `gate_errors`, as far as ``budget_s`` seconds reach. The rule for these ``speeds`` has
+    the other cases, and wins where nothing is clearly faster.
 
     ValueError if the options ask for what cannot run here, RuntimeError if no candidate is right.
     """
-    deadline = pace.clock() + options.tune_budget_s
+    deadline = timer.clock() + budget_s
     steps = MuonDefaults().ns_steps
     how = timer.ns_dtype, timer.device, steps, options.method, options.backend, speeds
     chosen: dict[Case, str] = {}
@@ -392,31 +327,35 @@ def choose_kernels(
             chosen[case] = cached[case]
         elif len(choices) > 1:
             todo[case] = choices
-    compile_ahead(todo, timer.device, lambda: pace.clock() >= deadline)
+    compile_ahead(todo, timer.device, lambda: timer.clock() >= deadline)
     fastest: dict[Case, KernelChoice | None] = {}
-    for number, case in enumerate(pace.in_order(todo)):
-        progress(number, case)
-        # Where a batch runs matrix by matrix, its size does not matter.
-        limit = choosing.ops_of(todo[case][0], timer.device, case.key[0]).batch_rows
-        timed = case if limit is None or case.key[0] <= limit else replace(case, batch=1)
-        if devices.of(timer.device).is_cpu:
-            timed = pace.alike(timed)
+    known: dict[Case, float] = {}
+    for number, case in enumerate(in_order(todo, model)):
+        progress(number)
+        timed = long_batch(case, known) if devices.of(timer.device).is_cpu else case
         if timed not in fastest:
-            fastest[timed] = _fastest(timed, todo[case], timer, pace, deadline)
+            fastest[timed] = _fastest(timed, todo[case], timer, model, known, deadline)
         if (best := fastest[timed]) is not None:
             chosen[case] = str(best)
     return chosen
 
 
 def _fastest(
-    case: Case, choices: Sequence[KernelChoice], timer: OwnerTimer, pace: Pace, deadline: float
+    case: Case,
+    choices: Sequence[KernelChoice],
+    timer: OwnerTimer,
+    model: CostTable,
+    known: dict[Case, float],
+    deadline: float,
 ) -> KernelChoice | None:
     """The choice for a case; None where there is too little time or memory to measure it."""
-    count = len(choices) * (_FEW_PASSES + 3)
-    if pace.is_late(case, deadline, count):
+    # Checking takes a run, too; a case of which only some kernels are timed is no choice.
+    each_s = replace(model, entries=_by_row(known)).batch_ms(case.key, case.batch) / 1e3
+    latest = deadline - 3 * len(choices) * each_s
+    if timer.clock() > latest:
         return None
     try:
-        errors = gate_errors(case, choices, timer.device, is_over=lambda: pace.clock() >= deadline)
+        errors = gate_errors(case, choices, timer.device, is_over=lambda: timer.clock() > latest)
     except torch.OutOfMemoryError:
         return None
     right = [choice for choice, error in errors.items() if error <= ERROR_LIMITS[timer.ns_dtype]]
@@ -427,12 +366,13 @@ def _fastest(
             + ", ".join(f"{choice} has error {error:.2g}" for choice, error in errors.items())
         )
     runs = [(case, str(choice)) for choice in right]
-    # Checking compiles too, which may take long.
-    if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
+    if len(errors) < len(choices) or timer.reserve(runs) != runs:
         return None
-    times = median_times(runs, timer, pace, enough_ms=_CHOICE_MS, is_race=True)
-    ms = {choice: times[run] for choice, run in zip(right, runs) if times.get(run, 0) < math.inf}
-    if len(times) < len(runs) or not ms:
+    times = median_times(runs, timer, model, known, deadline=deadline, enough_s=_CHOICE_S)
+    if len(times) < len(runs):
+        return None
+    ms = {choice: times[run] for choice, run in zip(right, runs) if times[run] < math.inf}
+    if not ms:
         return None
     best, first = min(ms, key=lambda choice: (ms[choice], str(choice))), next(iter(ms))
     return best if ms[best] < _MARGIN * ms[first] else first
@@ -471,27 +411,37 @@ def compile_ahead(
 # ---- measured costs ----------------------------------------------------------------------
 
 
-class _Session:
-    """All ranks that measure together. ``sharing`` processes share this machine. ``model``:
-    estimates for this hardware; ``old``: the cached table, the model without one, or if ``fresh``.
-    """
+@dataclass(frozen=True)
+class _Setting:
+    """What all ranks that measure together agree on. ``sharing`` processes share this machine;
+    ``model`` has the estimates for this hardware; one rank of those that share a cache ``leads``,
+    and writes it."""
 
-    def __init__(
-        self,
+    transport: Transport
+    device: torch.device
+    ns_dtype: torch.dtype
+    speeds: Speeds
+    kernels: KernelOptions
+    sharing: int
+    model: CostTable
+    folder: str | None
+    key: costs.CacheKey
+    leads: bool
+
+    @classmethod
+    def agreed(
+        cls,
         transport: Transport,
         device: torch.device,
-        options: PlannerOptions,
+        cache_dir: str | os.PathLike[str] | None,
         kernels: KernelOptions,
         ns_dtype: str | torch.dtype,
         momentum: bool,
-        keys: Iterable[ShapeKey],
-        fresh: bool = False,
-    ) -> None:
+        keys: Sequence[ShapeKey],
+    ) -> _Setting:
         """A collective call: ranks agree on dtype, speeds and backends for these ``keys``."""
-        self.transport, self.budget_s = transport, options.profile_budget_s
-        given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
-        self._folder = None if given is None else os.fspath(given)
-        own = devices.of(device)
+        given = costs.cache_directory() if cache_dir is None else cache_dir
+        folder, own = None if given is None else os.fspath(given), devices.of(device)
 
         def here() -> tuple[Any, ...]:
             dtype = resolve_ns_dtype(ns_dtype, device)
@@ -499,105 +449,103 @@ class _Session:
             reason = why_not("triton", device, torch.float32) if is_open else None
             rows = max((min(key[:2]) for key in keys), default=0)
             speeds = choosing.measured_speeds(device, dtype, rows)
-            return socket.gethostname(), self._folder, own.name(), dtype, speeds, reason
+            return socket.gethostname(), folder, own.name(), dtype, speeds, reason
 
-        ranks = self.exchanged(here)
+        ranks = exchanged(transport, here)
         host, _, name, *_ = ranks[transport.rank]
         found = {(dtype, speeds) for *_, dtype, speeds, _ in ranks}
-        self.ns_dtype, self.speeds = choosing.common_choice(found, device)
-        reasons = [reason for *_, reason in ranks]
-        self.kernels = kernels = self._runnable(kernels, reasons, len(found) > 1)
-        row = costs.nearest_device(device.type, name)
-        self.sharing = 1
+        dtype, speeds = choosing.common_choice(found, device)
+        if len(found) > 1 and kernels.backend == "auto" and speeds.backend == "torch_rounded":
+            kernels = replace(kernels, backend="torch_rounded")
+        lacking = [(rank, why) for rank, (*_, why) in enumerate(ranks) if why is not None]
+        if lacking:
+            kernels = replace(kernels, backend="torch")
+        if lacking and transport.rank == 0:
+            (first, why), count = lacking[0], f"{len(lacking)} of {len(ranks)} ranks"
+            message = f"dmuon: the kernel backend 'triton' is not available on {count}, so all do "
+            warn(f"{message}without; on rank {first}: {why}", of_rank=True)
+        row, sharing = costs.nearest_device(device.type, name), 1
         if own.is_cpu:
-            self.sharing = sum(rank[0] == host for rank in ranks)
-            name = f"{name}, {self.sharing} process{'es' if self.sharing > 1 else ''}"
+            sharing = sum(rank[0] == host for rank in ranks)
+            name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
         # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
         parts = [backend_version(device), ns.KERNEL_VERSION, kernels.method, kernels.backend]
         parts += ["eager"] if own.graphs() and kernels.cuda_graphs is False else []
-        version = "-".join(map(str, parts))
-        steps, dtype = MuonDefaults().ns_steps, dtype_name(self.ns_dtype)
-        self.model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
-        self._key = costs.CacheKey(name, torch.__version__, version, dtype, steps, momentum)
-        # The first rank with this cache writes it for all that share it.
+        version, steps = "-".join(map(str, parts)), MuonDefaults().ns_steps
+        model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
+        of_dtype = dtype_name(dtype), steps, momentum
+        key = costs.CacheKey(name, torch.__version__, version, *of_dtype)
         caches = [rank[:4] for rank in ranks]
-        self._leads = caches.index(caches[transport.rank]) == transport.rank
-        self.progress = ProgressLine(shown=transport.rank == 0)
-        cached, self._problem = None, None
-        if self._folder is not None and not fresh:
-            cached, self._problem = costs.read_cache(self._folder, self._key)
-        self.old = cached or self.model
+        leads = caches.index(caches[transport.rank]) == transport.rank
+        return cls(transport, device, dtype, speeds, kernels, sharing, model, folder, key, leads)
 
-    def _runnable(
-        self, kernels: KernelOptions, reasons: Sequence[str | None], differ: bool
-    ) -> KernelOptions:
-        """What all ranks can run; ``reasons`` why each has no Triton, ``differ``: in speeds."""
-        if differ and kernels.backend == "auto" and self.speeds.backend == "torch_rounded":
-            kernels = replace(kernels, backend="torch_rounded")
-        lacking = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
-        if not lacking:
-            return kernels
-        if self.transport.rank == 0:
-            (first, why), found = lacking[0], f"{len(lacking)} of {len(reasons)} ranks"
-            message = f"dmuon: the kernel backend 'triton' is not available on {found}, so all do "
-            warn(f"{message}without; on rank {first}: {why}", of_rank=True)
-        return replace(kernels, backend="torch")
+    def cached(self, fresh: bool) -> tuple[CostTable, str | None]:
+        """The table in this rank's cache, without entries if there is none or ``fresh``; what was
+        wrong."""
+        found, problem = None, None
+        if self.folder is not None and not fresh:
+            found, problem = costs.read_cache(self.folder, self.key)
+        return found or self.model, problem
 
-    def exchanged(self, work: Callable[[], T]) -> list[T]:
-        """The result of ``work`` on each rank; if it failed on one, all raise."""
-        mine = attempt_in_all([self.transport], work, what="dmuon: measuring costs")
-        return self.transport.gather_objects(mine)
+    def write(self, new: CostTable, old: CostTable, problem: str | None) -> None:
+        """Keep what is new; warn of problems."""
+        if not self.leads:
+            return
+        if self.folder is None:
+            problem = "costs are not cached: there is no home directory and no cache_dir was given"
+        elif old.updated(new) != old:
+            lost = costs.add_to_cache(self.folder, self.key, new)
+            problem = problem or lost
+        if problem is not None:
+            warn(f"dmuon: {problem}", of_rank=True)
 
     def times(
         self,
         names: Mapping[Case, str],
         cached: Mapping[Case, float],
         make: Callable[[], OwnerTimer],
-        model: CostTable,
-        title: str,
+        budget_s: float,
     ) -> dict[Case, float]:
         """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
         it fails: what is ``cached`` on all ranks, and what all measure at once."""
-        by_rank = self.exchanged(lambda: dict(cached))
-        lacking = [case for case in names if any(case not in times for times in by_rank)]
+        by_rank = exchanged(self.transport, lambda: dict(cached))
+        lacking = [case for case in names if any(case not in ms for ms in by_rank)]
 
         def measure() -> dict[Case, float]:
-            timer, pace, budget_s = make(), Pace(model, dict(cached)), self.budget_s
-            deadline, enough_ms = pace.clock() + budget_s, 1e3 * _PRICES_SHARE * budget_s
-            # What takes long enough to be shown is run so many times.
-            with torch.no_grad(), self.progress.of(title, _FEW_PASSES * len(lacking)) as shown:
-                runs = timer.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-                race = partial(median_times, deadline=deadline, enough_ms=enough_ms, progress=shown)
-                if not devices.of(timer.device).is_cpu:
-                    found = race(runs, timer, pace)
-                else:  # what single matrices take may tell what a batch does
-                    found = race([run for run in runs if run[0].batch == 1], timer, pace)
-                    short = [run for run in runs if pace.alike(run[0]) == run[0]]
-                    found |= race([run for run in short if run not in found], timer, pace)
+            timer, known = make(), dict(cached)
+            runs = timer.reserve([(case, names[case]) for case in in_order(lacking, self.model)])
+            found = median_times(
+                runs, timer, self.model, known, deadline=timer.clock() + budget_s,
+                enough_s=_PRICES_S, progress=self.progress("measures Newton-Schulz", 2 * len(runs)),
+            )  # fmt: skip
             # A new time replaces the cached one, whichever is larger.
-            times = dict(cached) | {case: timer.slowdown * ms for (case, _), ms in found.items()}
-            if not devices.of(timer.device).is_cpu:
-                return times
-            known = (case for case, _ in runs if case in times or pace.alike(case) != case)
-            return by_smaller_batches(times, known)
+            return dict(cached) | {case: ms for (case, _), ms in found.items()}
 
         if lacking:
-            by_rank = self.exchanged(measure)
+            by_rank = exchanged(self.transport, measure)
         cases = dict.fromkeys(chain.from_iterable(by_rank))
-        return {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
+        found = {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
+        return as_on_a_cpu(found, names) if devices.of(self.device).is_cpu else found
 
-    def write(self, new: CostTable) -> None:
-        """Keep what is new; warn of problems."""
-        if not self._leads:
-            return
-        problem = self._problem
-        if self._folder is None:
-            problem = "costs are not cached: there is no home directory and no cache_dir was given"
-        elif self.old.updated(new) != self.old:
-            lost = costs.add_to_cache(self._folder, self._key, new)
-            problem = problem or lost
-        if problem is not None:
-            warn(f"dmuon: {problem}", of_rank=True)
+    def progress(self, what: str, total: int) -> Callable[[int], None]:
+        """Says on standard error, once, what the first rank does if it takes two seconds."""
+        begin, told = time.monotonic(), self.transport.rank != 0
+
+        def show(done: int) -> None:  # no thread, which would disturb what is timed
+            nonlocal told
+            if not told and time.monotonic() - begin > _SHOW_AFTER_S:
+                told = True
+                what_of = f"dmuon {what} ({done} of {total})"
+                sys.stderr.write(f"{what_of}; later runs find it in the cache\n")
+
+        return show
+
+
+def exchanged(transport: Transport, work: Callable[[], T]) -> list[T]:
+    """The result of ``work`` on each rank; if it failed on one, all raise."""
+    with torch.no_grad():
+        mine = attempt_in_all([transport], work, what="dmuon: measuring costs")
+    return transport.gather_objects(mine)
 
 
 def measured_costs(
@@ -612,55 +560,81 @@ def measured_costs(
     fresh: bool = False,
     timer: Callable[..., OwnerTimer] = OwnerTimer,
     batch_bytes: int = BATCH_BYTES,
+    budget_s: float = BUDGET_S,
 ) -> CostTable:
     """The slowest rank's costs of batches of these (rows, cols, dtype), and the kernels to run.
 
-    A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels (at
-    most ``kernels.tune_budget_s`` seconds), then all measure what is not cached, or all if
-    ``fresh``, for about ``options.profile_budget_s`` seconds. ``momentum`` is that of `CostTable`,
-    ``timer`` makes the timers, ``batch_bytes`` is the largest size of a batch of several matrices,
-    in the Newton-Schulz dtype. What measuring raises here is raised here, ConsensusError on the
-    other ranks."""
+    A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels in at
+    most about ``budget_s`` seconds, then all measure what is not cached, or all if ``fresh``, in as
+    many again. ``momentum`` is that of `CostTable`, ``timer`` makes the timers, ``batch_bytes`` is
+    the largest size of a batch of several matrices, in the Newton-Schulz dtype. What measuring
+    raises here is raised here, ConsensusError on the other ranks."""
     keys = list(keys)
-    session = _Session(transport, device, options, kernels, ns_dtype, momentum, keys, fresh)
-    dtype, old, kernels, speeds = session.ns_dtype, session.old, session.kernels, session.speeds
-    cases = cases_of(keys, options.max_batch, batch_bytes // dtype.itemsize)
-    how = {"momentum": momentum, "sharing": session.sharing, "options": kernels}
-    make = partial(timer, device, dtype, **how)
+    at = _Setting.agreed(transport, device, options.cache_dir, kernels, ns_dtype, momentum, keys)
+    old, problem = at.cached(fresh)
+    cases = cases_of(keys, batch_bytes // at.ns_dtype.itemsize)
+    how = {"momentum": momentum, "sharing": at.sharing, "options": at.kernels}
+    make = partial(timer, device, at.ns_dtype, **how)
 
     def choose() -> dict[Case, str]:
         if transport.rank != 0:
             return {}
-        known, pace = _of_cases(old.kernels, cases), Pace(session.model, {})
-        with torch.no_grad(), session.progress.of("dmuon chooses kernels", len(cases)) as shown:
-            return choose_kernels(cases, known, make(), pace, kernels, speeds, progress=shown)
+        known, progress = _of_cases(old.kernels, cases), at.progress("chooses kernels", len(cases))
+        given = cases, known, make(), at.model, at.kernels, at.speeds
+        return choose_kernels(*given, budget_s=budget_s, progress=progress)
 
-    offered = dtype, device, MuonDefaults().ns_steps, kernels.method, kernels.backend, speeds
-    rule = {case: str(fixed_choice(case.key[0], case.key[1], *offered)) for case in cases}
-    tuned = session.exchanged(choose)[0]
+    offered = at.ns_dtype, device, MuonDefaults().ns_steps, at.kernels.method, at.kernels.backend
+    rule = {c: str(fixed_choice(c.key[0], c.key[1], *offered, at.speeds)) for c in cases}
+    tuned = exchanged(transport, choose)[0]
     names, timed = rule | tuned, rule | _of_cases(old.kernels, cases)
     cached = {
         case: ms
         for case, ms in _of_cases(old.entries, cases).items()
         if timed[case] == names[case]  # measured with the kernel that is to run
     }
-    times = session.times(names, cached, make, session.model, "dmuon measures Newton-Schulz")
+    times = at.times(names, cached, make, budget_s)
     # A kernel that failed on a rank has no time, and nobody runs it.
     for case in [case for case, ms in times.items() if ms == math.inf]:
         names[case] = rule[case]
         del times[case]
         tuned.pop(case, None)
-    table = replace(session.model, entries=_by_row(times), kernels=_by_row(names))
+    table = replace(at.model, entries=_by_row(times), kernels=_by_row(names))
     devices.of(device).release_memory()
     # What the rule chose because time was short is not kept, so that it is chosen another time.
-    session.write(replace(table, kernels=_by_row(tuned)))
+    at.write(replace(table, kernels=_by_row(tuned)), old, problem)
     return table
 
 
-# ---- links -------------------------------------------------------------------------------
+# ---- links and rates -----------------------------------------------------------------------
 
 _FEW_BYTES, _MOST_BYTES, _ENOUGH_S = 1 << 12, 1 << 26, 0.03  # of an exchange
-_PASSED = 1 << 22  # elements
+_PASSED = 1 << 23  # elements of a pass
+_RUNS = 5
+
+
+def slowest_s(
+    transport: Transport, device: torch.device, work: Callable[[], object], runs: int = _RUNS
+) -> float:
+    """Median seconds on the slowest rank; all begin together."""
+    token, times = torch.zeros(1, device=device), []
+    for _ in range(runs):
+        transport.all_reduce(token, tag="measuring").wait()
+        watch = Stopwatch(device)
+        watch.start()
+        work()
+        watch.stop()
+        times.append(watch.milliseconds() / 1e3)
+    return max(transport.gather_objects(statistics.median(times[1:])))
+
+
+def local_rates(transport: Transport, device: torch.device) -> tuple[float, float, float]:
+    """Of the slowest rank, while all work: bytes per second of elementwise passes, and of those
+    into new memory; seconds of a call."""
+    source, few, calls = torch.ones(_PASSED, device=device), torch.ones(8, device=device), 1000
+    target, slowest = torch.empty_like(source), partial(slowest_s, transport, device)
+    copied, cloned = slowest(lambda: target.copy_(source)), slowest(source.clone)
+    call_s = slowest(lambda: [few.add_(1.0) for _ in range(calls)]) / calls
+    return 2 * source.nbytes / copied, 2 * source.nbytes / cloned, call_s
 
 
 def on_links(
@@ -683,9 +657,10 @@ def on_links(
     with torch.no_grad():
         links = _Links(transport, device, topology)
         if found is None or not links.are_as(found):
-            inside, across, *rates = links.measure()
-            at = replace(row, link=inside or row.link, network=across or row.network)
-            own = Rates(row.flops, *rates) if devices.of(device).is_cpu else None
+            link, network, turn_s, sent_s = links.measure()
+            at, own = replace(row, link=link or row.link, network=network or row.network), None
+            if devices.of(device).is_cpu:
+                own = Rates(row.flops, *local_rates(transport, device), turn_s, sent_s)
             found = CostTable(name, device=at, rates=own)
             if transport.rank == 0 and folder:
                 costs.add_to_cache(folder, key, found)
@@ -702,7 +677,6 @@ class _Links:
 
     def __init__(self, transport: Transport, device: torch.device, topology: Topology) -> None:
         self._transport, self._device, rows = transport, device, topology.slots()
-        self._token = torch.zeros(1, device=device)
         self._peers: list[list[int]] = [[], []]
         for rank in range(transport.world):
             n = topology.node(rank)
@@ -710,18 +684,6 @@ class _Links:
             self._peers[0].append(rows[n][(c + 1) % len(rows[n])])
             self._peers[1].append(other[min(c, len(other) - 1)])
         self._has = topology.columns > 1, topology.nodes > 1
-
-    def seconds(self, work: Callable[[], object], runs: int = _MIN_TIMES) -> float:
-        """The median on the slowest rank."""
-        times = []
-        for _ in range(runs):
-            self._transport.all_reduce(self._token, tag="measuring").wait()  # all begin together
-            watch = Stopwatch(self._device)
-            watch.start()
-            work()
-            watch.stop()
-            times.append(watch.milliseconds() / 1e3)
-        return max(self._transport.gather_objects(statistics.median(times[1:])))
 
     def exchange(self, step: int, nbytes: int) -> float:
         """Seconds of sending so many bytes."""
@@ -733,7 +695,8 @@ class _Links:
             for splits in (sent, came)
         )
         work = partial(self._transport.all_to_all, output, source, came, sent, tag="measuring")
-        return self.seconds(lambda: work().wait(), _MIN_TIMES * (1 + 2 * (nbytes <= _FEW_BYTES)))
+        runs = _RUNS * (1 + 2 * (nbytes <= _FEW_BYTES))
+        return slowest_s(self._transport, self._device, lambda: work().wait(), runs)
 
     def are_as(self, known: CostTable) -> bool:
         """Whether one exchange takes about what was measured before: a network may have changed."""
@@ -756,14 +719,13 @@ class _Links:
             if taken > max(_ENOUGH_S, 2 * few) or nbytes >= _MOST_BYTES:
                 break
             nbytes, less = 4 * nbytes, nbytes
-        cores = statistics.fmean(self._transport.gather_objects(spent)) / (_MIN_TIMES * nbytes)
+        cores = statistics.fmean(self._transport.gather_objects(spent)) / (_RUNS * nbytes)
         # Of the last bytes alone, because a shaped link lets a burst pass, but not all of them.
         return few, max(taken / nbytes / 2, (taken - before) / (nbytes - less)), cores
 
-    def measure(self) -> tuple[float, ...]:
+    def measure(self) -> tuple[float, float, float, float]:
         """Of the slowest rank: bytes per second inside a node and across nodes (0: there is no
-        other rank, or node), of passes over memory, and of those into new memory; seconds of a
-        call, of a turn, and of a core for each byte that is sent."""
+        other rank, or node); seconds of a turn, and of a core for each byte that is sent."""
         is_cpu, inside, across, turn_s, sent_s = devices.of(self._device).is_cpu, 0.0, 0.0, 0.0, 0.0
         if self._has[0]:
             turn_s, per_byte, _ = self.rate(0)
@@ -772,14 +734,7 @@ class _Links:
             few, per_byte, cores = self.rate(1)
             turn_s, sent_s = max(few, turn_s), sent_s or min(cores, per_byte) * is_cpu
             across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # beside what cores do
-        if not is_cpu:
-            return inside, across
-        source, target = torch.ones(_PASSED), torch.ones(_PASSED)
-        some, calls = torch.ones(8), 1000
-        times = self.seconds(lambda: target.copy_(source)), self.seconds(source.clone)
-        passes = (2 * source.nbytes / each for each in times)
-        call_s = self.seconds(lambda: [some.add_(1.0) for _ in range(calls)]) / calls
-        return inside, across, *passes, call_s, turn_s, sent_s
+        return inside, across, turn_s, sent_s
 
 
 def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
@@ -793,34 +748,3 @@ def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
 def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
     """The inverse of `_by_row`, for these cases."""
     return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
-
-
-class ProgressLine:
-    """Says on standard error what is measured, once that has taken two seconds: in a terminal the
-    case, in a line that leaves nothing behind; elsewhere once."""
-
-    def __init__(self, *, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._visible_at = clock() + (_SHOW_AFTER_S if shown else math.inf)
-
-    @contextmanager
-    def of(self, what: str, total: int) -> Iterator[Progress]:
-        """Says ``what`` is done, and how many of ``total`` runs are."""
-        end = ""
-
-        def show(done: int, case: Case) -> None:  # no thread, which would disturb what is timed
-            nonlocal end
-            if self._clock() < self._visible_at:
-                return
-            text, (batch, rows, cols) = f"{what} ({done} of {total})", case.shape
-            if sys.stderr.isatty():
-                text, end = f"\r{text}: {batch} x [{rows}, {cols}]\x1b[K", "\r\x1b[2K"
-            else:
-                text, self._visible_at = f"{text}; later runs find it in the cache\n", math.inf
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-        try:
-            yield show
-        finally:
-            sys.stderr.write(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -57,8 +56,8 @@ class ShapeUse:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``floor``: no plan is
-    faster. ``movable``: some matrix of this rank could have another owner."""
+    """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``movable``: some
+    matrix of this rank could have another owner."""
 
     rank: int
     ms: float
@@ -66,7 +65,6 @@ class Bottleneck:
     cols: int
     matrices: tuple[str, ...]
     batch_ms: float
-    floor: bool
     movable: bool
 
 
@@ -78,9 +76,7 @@ class MeasuredBalance:
     predicted, and ``ratio`` of all ranks together, are without it; None where none was predicted.
 
     No new plan mends a difference between ranks that execute the same batches: ``straggles_ms`` is
-    how much longer the busiest takes than their mean. ``best_ms`` is a limit for any new plan: the
-    even share of the measured work, or the costliest matrix or the plan's lower bound at the
-    measured speed."""
+    how much longer the busiest takes than their mean."""
 
     loads_ms: tuple[float, ...]
     ratios: tuple[float | None, ...]
@@ -89,7 +85,6 @@ class MeasuredBalance:
     imbalance: float
     busiest: int
     straggles_ms: float
-    best_ms: float
 
 
 @dataclass(frozen=True)
@@ -172,9 +167,6 @@ class LoadBalanceReport:
         batches = [b for b in plan.batches if rank in b.ranks]
         batch = max(batches, key=lambda b: b.ms)
         rows, cols, _ = _key_of(plan, batch)
-        # One matrix is the floor if its owner has no other, or if ranks are idle that may own all.
-        alone = max(_least_ms(plan).values()) + min(plan.limits.fixed_ms, default=0.0)
-        scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.domain_of
         return Bottleneck(
             rank=rank,
             ms=plan.loads_ms[rank],
@@ -182,7 +174,6 @@ class LoadBalanceReport:
             cols=cols,
             matrices=tuple(plan.specs.matrices[i].name for i in batch.matrices),
             batch_ms=batch.ms,
-            floor=scarce or plan.makespan_ms <= alone * (1 + 1e-9),
             movable=not all(plan.limits.is_forced(i) for b in batches for i in b.matrices),
         )
 
@@ -320,14 +311,6 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
     return sorted(uses, key=lambda use: (-use[1], use[0]))
 
 
-def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
-    """The least time that an owner needs for a matrix of each shape."""
-    # Without prices its share in a batch: alone it is rarely cheaper.
-    shares = [(b.ms / len(b.matrices), _key_of(plan, b)) for b in plan.batches]
-    least = {key: share for share, key in sorted(shares, reverse=True)}
-    return least | {row.key: min(row.ms) for row in plan.prices if row.key in least}
-
-
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
     """The measured milliseconds of each rank against the plan's."""
     world = plan.topology.world
@@ -354,27 +337,7 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
         imbalance=_excess(makespan, sum(loads) / world),
         busiest=busiest,
         straggles_ms=measured_ms[busiest] - alike[busiest],
-        best_ms=max(sum(loads) / world, _measured_floor(plan, predicted, alike)),
     )
-
-
-def _measured_floor(
-    plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
-) -> float:
-    """A bound for every plan at the measured speed: the costliest matrix, and the plan's own lower
-    bound times that of the batch that beats its prediction by most."""
-    speed: dict[ShapeKey, float] = {}
-    for batch in plan.batches:
-        key, p, m = _key_of(plan, batch), predicted[batch.owner], measured[batch.owner]
-        if p and m:  # no time where no gradient came: that says nothing of the speed
-            speed[key] = min(m / p, speed.get(key, math.inf))
-    if not speed:
-        return 0.0
-    least, fixed = _least_ms(plan), plan.limits.fixed_ms
-    costliest = max(ratio * least[key] for key, ratio in speed.items())
-    # Fixed loads were not measured: they count once, as they are.
-    slowest = min([*speed.values(), 1.0] if any(fixed) else speed.values())
-    return max(costliest + min(fixed, default=0.0), slowest * plan.lower_bound_ms)
 
 
 def _named(name: str) -> str:
@@ -391,7 +354,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         work = f"{text(report.makespan_ms)} ms a step, all on this process{found}"
         return [("work", work), *of_model.items()]
     certificate = report.certificate
-    verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
+    verdict = "valid"
     if not (certificate.ok and certificate.proven):
         what = "plan valid, bound not proven" if certificate.ok else "INVALID"
         verdict = f"{what}: {'; '.join(certificate.findings)}"
@@ -425,7 +388,6 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
         late = f", {text(measured.straggles_ms)} ms above ranks that do the same"
         late *= measured.straggles_ms > 1e-3 * measured.makespan_ms
         facts["measured"] = f"{makespan}{late}, imbalance {percent(measured.imbalance)}{ratio}"
-        facts["measured"] += f"; if times stay so, no plan is below {text(measured.best_ms)} ms"
     return [(label, sentence) for label, sentence in facts.items() if sentence]
 
 
@@ -468,8 +430,6 @@ def _bottleneck_text(report: LoadBalanceReport) -> str:
         what, more = f"batch, {others + 1} matrices", f" and {others} more"
     if not found.movable:
         end = ". All of its matrices are whole on that rank alone, so no plan can move them"
-    elif found.floor and not others:
-        end = ": no plan is faster"
     return (
         f"rank {found.rank}, {text(found.ms)} ms; its costliest {what} of {found.rows} x "
         f"{found.cols}: {found.matrices[0]}{more}, {text(found.batch_ms)} ms{end}"
@@ -494,7 +454,7 @@ def _memory_text(report: LoadBalanceReport) -> str:
         told = text(most) + f" (all within {text(most - least)})" * (least < most)
     told += "" if cap is None else f", cap {text(cap)}"
     held = not plan.layout.keeps_state_at_owners and len(state) > 1
-    told = f"state per rank: {told}" + ". It lies with the parameters, whoever owns a matrix" * held
+    told = f"state per rank: {told}" + ", with the parameters" * held
     if report.memory:
         parts = ", ".join(f"{what} {text(n)}" for what, n in report.memory if n)
         total = text(sum(n for _, n in report.memory))

@@ -25,26 +25,8 @@ from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
 ORIGINS = ("measured", "derived", "interpolated", "estimated", "analytic", "given")
-"""How a price came about; "derived" is `by_smaller`, "estimated" is scaled from what was measured,
-beyond its range."""
-LONG_MS = 4.0  # beside this calls are nothing, so a CPU runs a larger batch alike
-_CALL_MS, _CALL_SHARE = 0.1, 0.05  # of a call, which a larger batch saves on a CPU
-
-
-def by_smaller(known: Mapping[int, float], batch: int) -> float:
-    """Milliseconds of a batch on a CPU by those of smaller ones: at most what its matrices take in
-    these, less calls, or noise splits it. Beyond `LONG_MS` they win: their traffic hides better.
-
-    >>> [round(by_smaller({1: ms}, 2), 2) for ms in (3.0, 5.0)]
-    [5.9, 10.01]
-    """
-    least = math.inf
-    for size in (1 << i for i in range((batch - 1).bit_length()) if 1 << i in known):
-        ms, count = known[size], batch / size
-        if ms >= LONG_MS:
-            return 1.001 * count * ms
-        least = min(least, count * ms - (count - 1) * min(_CALL_MS, _CALL_SHARE * ms / size))
-    return least
+"""How a price came about; "estimated" is scaled from what was measured, beyond its range. Plans of
+earlier versions have "derived" ones."""
 
 
 def canonical_key(key: ShapeKey) -> ShapeKey:
@@ -57,6 +39,7 @@ def canonical_key(key: ShapeKey) -> ShapeKey:
     return (min(rows, cols), max(rows, cols), dtype)
 
 
+MAX_BATCH = 16  # matrices
 BATCH_NUMEL = 1 << 25  # two buckets of the default size in half precision
 
 
@@ -386,10 +369,7 @@ class CostTable:
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
         """The time of a batch from times by ascending batch size; one below all is filled up."""
         if batch in known:
-            origin = self.entry_origin
-            if origin == "measured" and math.isclose(known[batch], by_smaller(known, batch)):
-                origin = "derived"
-            return known[batch], origin
+            return known[batch], self.entry_origin
         sizes = list(known)
         if (at := bisect_left(sizes, batch)) == 0:
             return known[sizes[0]], "estimated"
@@ -538,9 +518,6 @@ def _data_of(table: CostTable) -> dict[str, Any]:
         return [dict(zip(names, (*key, by))) for key, by in sorted(values.items())]
 
     made: dict[str, Any] = {} if table.rates is None else {"rates": asdict(table.rates)}
-    entries = rows(table.entries, "ms")
-    for key, row in zip(sorted(table.entries), entries, strict=True):
-        row["derived"] = [b for b in table.entries[key] if table.origin(key, b) == "derived"]
     return made | {
         "format": _FORMAT,
         "version": _VERSION,
@@ -549,7 +526,7 @@ def _data_of(table: CostTable) -> dict[str, Any]:
         "ns_steps": table.ns_steps,
         "momentum": table.momentum,
         "device": None if table.device is None else asdict(table.device),
-        "entries": entries,
+        "entries": rows(table.entries, "ms"),
         "kernels": rows(table.kernels, "kernel"),
     }
 

@@ -442,9 +442,8 @@ def planned(
     def ms_of(plan: OwnershipPlan) -> float:
         return sim.optimizer_ms(job(plan))
 
-    is_free = asked is None or (asked.bucket_bytes is None and asked.min_buckets is None)
     of_each = max(1, len(specs.matrices)) * max(1, topology.world // 64)
-    sizes = _SIZES if is_free else ()
+    sizes = () if asked and (asked.bucket_bytes or asked.min_buckets) else _SIZES
     rings = (False, True)[: 1 + (machine.is_cpu and topology.nodes > 2)]
     search = Search(start, partial(make, by=quick), ms_of, free, of_each, rings)
     search.run(() if is_large else sizes)
@@ -461,8 +460,8 @@ def planned(
     copied_ms = None
     with suppress(PlanError):  # of a memory cap that so many copies do not fit
         copied_ms = ms_of(make(whole)) if parts else None
-    least = plan.work_ms, sim.link_ms(job(plan))
-    return _noted(replace(plan, step=StepTimes(ms_of(plan), once_ms, copied_ms, *least)), note)
+    step = StepTimes(ms_of(plan), once_ms, copied_ms, plan.work_ms, sim.link_ms(job(plan)))
+    return _noted(replace(plan, step=step), note)
 
 
 def _machine(costs: CostTable, topology: Topology, links: str) -> tuple[sim.Machine | None, str]:

@@ -6,8 +6,8 @@ and the slowest counts. Exit status 2 for a mistake, 3 for a crash of the comman
 from __future__ import annotations
 
 import argparse
+import math
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ from dmuon import devices
 from dmuon.catalogue import model_specs
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import BATCH_BYTES, PlannerOptions
-from dmuon.measure import Case, cases_of, measured_costs
+from dmuon.measure import Case, cases_of, local_rates, measured_costs, slowest_s
 from dmuon.report.render import grid, printed
-from dmuon.scheduler.costs import CostTable, Rates, newton_schulz_flops
+from dmuon.scheduler.costs import MAX_BATCH, CostTable, Rates, newton_schulz_flops
 from dmuon.scheduler.simulate import Group, collective
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import MODELS, positive, wrote
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layout", choices=layouts, default="replicated", help=whose)
     blocks = "also blocks of each matrix, its rows cut into so many, for block steps"
     add("--blocks", type=_counts, default=(), metavar="N,...", help=blocks)
-    count, most = positive(int), PlannerOptions().max_batch
-    add("--max-batch", type=count, default=most, metavar="B", help="default: %(default)s matrices")
+    count, many = positive(int), "matrices of each of these shapes (default: %(default)s)"
+    add("--max-batch", type=count, default=MAX_BATCH, metavar="B", help=many)
     late = "what is not reached in this time is estimated (default: %(default)g)"
     add("--budget", type=positive(float), default=60.0, metavar="SECONDS", help=late)
     device = "such as cpu, cuda, xpu (default: the accelerator, or cpu)"
@@ -69,10 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(
             f"--device {args.device}: torch finds no such device here; try --device {device.type}"
         )
-    options = PlannerOptions(
-        max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
-    )
-    how = {"momentum": args.layout != "sharded", "fresh": args.fresh}
+    options = PlannerOptions(cache_dir=args.cache_dir)
+    how = {"momentum": args.layout != "sharded", "fresh": args.fresh, "budget_s": args.budget}
     keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads or threads)
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - begin
-    cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
+    cases = cases_of(keys, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
     print(table.to_json() if args.out == "-" else _rendered(table, cases, seconds))
     if args.out not in (None, "-"):
         wrote(args.out, lambda: table.save(args.out))
@@ -104,7 +102,7 @@ def _all_ranks(device: torch.device) -> Iterator[Transport]:
         dist.destroy_process_group()
 
 
-_TOKENS, _WIDTHS, _PASSED = 1024, (1024, 4096), 1 << 24  # of products; elements of a pass
+_TOKENS, _WIDTHS = 1024, (1024, 4096)  # of products
 _EXCHANGED = 1 << 14, 1 << 20, 3 << 20  # elements of a collective
 
 
@@ -113,37 +111,8 @@ def measured_rates(transport: Transport, device: torch.device) -> Rates:
     one. Products are in float32 on a CPU, else in bfloat16. A collective call."""
     dtype = torch.float32 if devices.of(device).is_cpu else torch.bfloat16
     x, w = (torch.ones(n, _WIDTHS[0], dtype=dtype, device=device) for n in (_TOKENS, _WIDTHS[1]))
-    source, few = torch.ones(_PASSED, device=device), torch.ones(8, device=device)
-    target, calls = torch.empty_like(source), 1000
-
-    def call() -> None:
-        for _ in range(calls):
-            few.add_(1.0)
-
-    products = _slowest(transport, device, lambda: x @ w.mT)
-    copied = _slowest(transport, device, lambda: target.copy_(source))
-    cloned = _slowest(transport, device, source.clone)
-    called = _slowest(transport, device, call)
-    turn_s, sent_s = _of_exchanges(transport, device)
-    operations = 2.0 * _TOKENS * _WIDTHS[0] * _WIDTHS[1]
-    passed = 2.0 * source.nbytes
-    return Rates(
-        operations / products, passed / copied, passed / cloned, called / calls, turn_s, sent_s
-    )
-
-
-def _slowest(transport: Transport, device: torch.device, work: Callable[[], object]) -> float:
-    """Mean seconds on the slowest rank; all begin together. A median would forget the tail."""
-    times = []
-    for _ in range(9):
-        if transport.world > 1:
-            dist.barrier()
-        watch = devices.Stopwatch(device)
-        watch.start()
-        work()
-        watch.stop()
-        times.append(watch.milliseconds() / 1e3)
-    return max(map(float, transport.gather_objects(statistics.fmean(times[1:]))))
+    products = 2.0 * _TOKENS * math.prod(_WIDTHS) / slowest_s(transport, device, lambda: x @ w.mT)
+    return Rates(products, *local_rates(transport, device), *_of_exchanges(transport, device))
 
 
 def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, float]:
@@ -165,7 +134,7 @@ def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, fl
         for op, call in calls.items():
             of = collective("", op, float(whole.nbytes), group, is_gloo=is_gloo)
             rows.append((of.turns, of.sent))
-            times.append(_slowest(transport, device, call))
+            times.append(slowest_s(transport, device, call, 9))
     of_each = np.array(rows) / np.array(times)[:, None]
     turn_s, sent_s = np.linalg.lstsq(of_each, np.ones(len(times)), rcond=None)[0]
     return max(0.0, float(turn_s)), max(0.0, float(sent_s))

@@ -7,10 +7,9 @@ status 2 for a mistake, 3 for a crash of the command itself.
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fits", type=memory_bytes, default="60GiB", metavar="SIZE", help=fits)
     add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
     add("--trace", metavar="PATH", help="write what happens for https://ui.perfetto.dev")
-    add("--picture", metavar="PATH", help="draw the slowest rank's step (SVG)")
 
 
 def period(text: str) -> float:
@@ -178,9 +176,9 @@ def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, and print or write what is found."""
-    for path in (args.json, args.trace, args.picture):
-        if path == "-" and path is not args.json:
-            raise PlanError("--trace and --picture are files: give a path, not -")
+    if args.trace == "-":
+        raise PlanError("--trace is a file: give a path, not -")
+    for path in (args.json, args.trace):
         if path not in (None, "-"):
             check_writable(path)
     setting = Setting.of(args)
@@ -191,11 +189,9 @@ def run(args: argparse.Namespace) -> int:
         return {"model": args.model, **setting.to_dict()} | ({"advice": rows} if rows else {})
 
     show(lambda: _text(args, setting, advice), found, args.json)
-    muon = [*setting.steps.values()][1]
     if args.trace is not None:
+        muon = [*setting.steps.values()][1]
         wrote(args.trace, lambda: write_text(args.trace, json.dumps(trace(muon))))
-    if args.picture is not None:
-        wrote(args.picture, lambda: write_text(args.picture, picture(muon)))
     return 0
 
 
@@ -322,71 +318,19 @@ def _why(one: Setting) -> str:
     return f"{work} in the optimizer; " + (f"waits for {shown}" if shown else "nothing waits")
 
 
-# ---- pictures ----------------------------------------------------------------------------
-
-
-def _spans(step: sim.Step, c: int, since: float) -> Iterable[tuple[str, str, str, float, float]]:
-    """(where, kind, name, begin, end) of what a class of ranks does, and of the wires, from a
-    moment on; without what it waits for."""
-    for span in step.run.spans:
-        begin, end = max(since, float(span.begin[c])), float(span.end[c])
-        if end > begin and (span.on != sim.DEVICE or span.cause < 0):
-            yield span.on, span.kind, span.name, begin - since, end - since
+# ---- the trace -----------------------------------------------------------------------------
 
 
 def trace(step: sim.Step) -> dict[str, Any]:
-    """Of https://ui.perfetto.dev: of each class of ranks what it does, and the wires."""
-    return {
-        "displayTimeUnit": "ms",
-        "traceEvents": [
-            {
-                "ph": "X", "name": name, "cat": kind, "pid": f"ranks of class {c}", "tid": where,
-                "ts": 1e3 * begin, "dur": 1e3 * (end - begin),
-            }
-            for c in range(len(step.run.now))
-            for where, kind, name, begin, end in _spans(step, c, step.since)
-        ],
-    }  # fmt: skip
-
-
-_COLORS = dict(
-    zip(
-        ("forward", "backward", "Newton-Schulz", "elementwise", "gather", "scatter", "replicate"),
-        ("#93c5fd", "#3b82f6", "#f59e0b", "#84cc16", "#dc2626", "#be185d", "#7e22ce"),
-        strict=True,
-    )
-)
-_OTHERS = ("#9ca3af", "#6b7280", "#d1d5db", "#4b5563", "#a8a29e")
-
-
-def picture(step: sim.Step) -> str:
-    """An SVG of the slowest rank's step, and of its optimizer's part below, larger."""
-    slowest, end = int(step.run.now.argmax()), float(step.run.now.max())
-    body, colors = list[str](), dict[str, str]()
-
-    def text(x: float, y: float, words: str, look: str = "") -> None:
-        body.append(f'<text x="{x}" y="{y}" {look}>{html.escape(words)}</text>')
-
-    for n, since in enumerate((step.since, end - step.optimizer_ms)):
-        top, scale = 30 + 150 * n, 900 / max(1e-9, end - since)
-        what = "the optimizer in it" if n else "training step"
-        text(110, top - 8, f"{what}: {end - since:,.1f} ms", 'font-weight="bold"')
-        for row, name in enumerate((sim.DEVICE, sim.INSIDE, sim.ACROSS)):
-            text(104, top + 36 * row + 19, name, 'text-anchor="end"')
-            body.append(
-                f'<rect x="110" y="{top + 36 * row}" width="900" height="28" fill="#f3f4f6"/>'
-            )
-        for where, kind, name, a, b in _spans(step, slowest, since):
-            color = colors.setdefault(kind, _COLORS.get(kind, _OTHERS[len(colors) % len(_OTHERS)]))
-            y = top + 36 * (sim.DEVICE, sim.INSIDE, sim.ACROSS).index(where)
-            place = f'x="{110 + scale * a:.2f}" y="{y}" width="{max(0.3, scale * (b - a)):.2f}"'
-            told = f"<title>{html.escape(name)}: {b - a:.3f} ms</title>"
-            body.append(f'<rect {place} height="28" fill="{color}">{told}</rect>')
-    for n, (kind, color) in enumerate(colors.items()):
-        x, y = 110 + 180 * (n % 5), 322 + 20 * (n // 5)
-        body.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>')
-        text(x + 18, y + 11, kind)
-    size = f'width="1030" height="{350 + 20 * (len(colors) // 5)}"'
-    look = 'font-family="sans-serif" font-size="13"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look}>'
-    return f'{head}<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'
+    """Of https://ui.perfetto.dev: of each class of ranks what it does, and the wires; without what
+    it waits for."""
+    events = []
+    for c in range(len(step.run.now)):
+        for span in step.run.spans:
+            begin, end = max(step.since, float(span.begin[c])), float(span.end[c])
+            if end > begin and (span.on != sim.DEVICE or span.cause < 0):
+                events.append({
+                    "ph": "X", "name": span.name, "cat": span.kind, "pid": f"ranks of class {c}",
+                    "tid": span.on, "ts": 1e3 * (begin - step.since), "dur": 1e3 * (end - begin),
+                })  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": events}

@@ -364,7 +364,7 @@ def test_links_that_are_given_are_reckoned_with(rank, world, tmp_path):
     found = []
     for links in ("0.0001Gb/node", "100Gb/node"):
         model = laid_out(LAID["ddp"][0])[0]
-        asked_for = planner("ddp", links=links, cache_dir=str(tmp_path), profile_budget_s=0.5)
+        asked_for = planner("ddp", links=links, cache_dir=str(tmp_path))
         with pytest.MonkeyPatch.context() as patch:  # other tests have analytic ones
             patch.setattr("dmuon.api.measured_costs", measured_costs)
             own = dmuon.dedicate_params(model, planner=asked_for, costs="measured")

@@ -175,11 +175,11 @@ def test_tuning_goes_on_after_a_failure_and_ends_in_time(monkeypatch):
     choose = kernels.measure.choose_kernels
     seen: list[float] = []
 
-    def failing(cases: Any, *given: Any) -> Any:
-        seen.append(given[-1].tune_budget_s)
+    def failing(cases: Any, *given: Any, budget_s: float) -> Any:
+        seen.append(budget_s)
         if cases[0].key[:2] == (24, 40):
             raise RuntimeError("no candidate is right")
-        return choose(cases, *given)
+        return choose(cases, *given, budget_s=budget_s)
 
     monkeypatch.setattr(kernels.measure, "choose_kernels", failing)
     cases = [TOY, Case("next", ((1, 32, 48), (2, 40, 56)))]

@@ -168,20 +168,8 @@ TALL = (64, 8, "float32")
 
 def test_the_bottleneck_is_the_costliest_batch_of_the_busiest_rank():
     found = report_of([0, 1, 0], 2, [1.0, 3.5, 3.0], bound=3.0).bottleneck
-    assert (found.rank, found.ms, found.batch_ms, found.floor) == (0, 4.0, 3.0, False)
+    assert (found.rank, found.ms, found.batch_ms) == (0, 4.0, 3.0)
     assert found.matrices == ("m2.weight",)
-
-
-@pytest.mark.parametrize(("keys", "price", "owners", "world", "is_floor"), [
-    ([WIDE, TALL], {WIDE: [1.0], TALL: [6.0]}, [0, 1], 5, True),  # ranks are idle
-    # No rank is idle, but the matrix is alone.
-    ([SQUARE, WIDE, WIDE], {SQUARE: [4.0], WIDE: [1.0, 1.5]}, [0, 1, 1], 2, True),
-    ([SQUARE] * 4, {SQUARE: [4.0, 8.0]}, [0, 0, 1, 1], 2, False),
-])  # fmt: skip
-def test_one_matrix_may_be_the_floor(keys, price, owners, world, is_floor):
-    report = build_report(priced(specs_of(keys), price, owners=owners, world=world))
-    assert report.bottleneck.floor is is_floor
-    assert ("ms: no plan is faster" in told(report)) is is_floor
 
 
 def test_matrices_of_one_rank_alone_are_no_matter_of_planning():
@@ -204,11 +192,9 @@ def test_measured_times_are_compared_with_predicted_ones():
     measured = report.measured
     assert (measured.ratios, measured.ratio) == ((0.5, 1.5), 1.0)
     assert (measured.makespan_ms, measured.busiest) == (6.0, 1)
-    # Shared out evenly: 4 ms. The 4-ms matrix takes 2, so it is no floor.
-    assert (measured.imbalance, measured.best_ms) == pytest.approx((0.5, 4.0))
+    assert measured.imbalance == pytest.approx(0.5)
     text = told(report)
     assert "makespan 6.000 ms on rank 1, imbalance 50.00%, 1.00 x predicted" in text
-    assert "if times stay so, no plan is below 4.000 ms" in text
     assert re.search(r" 1 4 4\.000 0\.00% 384 B 6\.000 1\.50 ", text)
     assert build_report(measured_plan()).measured is None
     assert "measured ms" not in str(build_report(measured_plan()))
@@ -216,35 +202,11 @@ def test_measured_times_are_compared_with_predicted_ones():
         build_report(measured_plan(), [1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize(("times", "best"), [
-    ([4.0, 4.0], 4.0), ([4.0, 4.2], 4.1), ([4.0, 8.0], 6.0),
-    ([8.0, 4.0], 8.0),  # the matrix is the floor, however slow it is
-    ([0.04, 0.08], 0.06), ([40.0, 80.0], 60.0),
-    ([0.0, 4.0], 4.0),  # a rank without gradients says nothing of the speed
-])  # fmt: skip
-def test_measured_times_are_told_without_advice(times, best):
-    """One busy moment is no reason for another plan."""
-    report = build_report(measured_plan(), times)
-    assert report.measured.best_ms == pytest.approx(best)
-    assert f"no plan is below {report.ms_text(best)} ms" in told(report)
-    assert not re.search("pay|re-plan|close\\(|anew from scratch|verdict", str(report))
-
-
-def test_an_imbalance_that_no_plan_avoids_is_no_reason():
-    """Three equal matrices on two ranks: twice as fast as predicted, and still 2 : 1."""
-    plan = priced(specs_of([SQUARE] * 3), {SQUARE: [4.0, 8.0, 12.0]}, owners=[0, 0, 1], world=2,
-                  lower_bound_ms=8.0)  # fmt: skip
-    measured = build_report(plan, [4.0, 2.0]).measured
-    assert measured.imbalance == pytest.approx(1 / 3)
-    assert measured.best_ms == 4.0
-    loose = build_report(replace(plan, lower_bound_ms=0.1), [4.0, 2.0])
-    assert loose.measured.best_ms < 3.1, "without a proven bound another plan would seem to pay"
-
-
 def test_a_rank_that_is_slow_in_itself_is_no_reason_but_is_named():
     plan = priced(specs_of([SQUARE] * 8), {SQUARE: [4.0]}, owners=list(range(8)), world=8)
     report = build_report(plan, [4.0] * 7 + [8.0])
     assert "8.000 ms on rank 7, 3.500 ms above ranks that do the same," in told(report)
+    assert not re.search("pay|re-plan|close\\(|anew", str(report)), "no reason for another plan"
     assert "that do the same" not in told(build_report(plan, [4.0] * 8))
 
 
@@ -252,7 +214,7 @@ def test_fixed_loads_count_in_the_measured_balance_but_not_in_the_ratio():
     plan = measured_plan(limits=OwnerLimits(fixed_ms=(10.0, 0.0)))
     measured = build_report(plan, [4.0, 4.0]).measured
     assert (measured.ratios, measured.loads_ms) == ((1.0, 1.0), (14.0, 4.0))
-    assert (measured.makespan_ms, measured.best_ms) == (14.0, 9.0)
+    assert measured.makespan_ms == 14.0
 
 
 @pytest.mark.parametrize(("certificate", "shown"), [
@@ -312,7 +274,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     assert data["kernels"] == [{"kernel": "", "batches": 2, "matrices": 5}]
     expected = {
         "loads_ms": [2.0, 6.0], "ratios": [0.5, 1.5], "ratio": 1.0, "makespan_ms": 6.0,
-        "busiest": 1, "imbalance": 0.5, "best_ms": 4.0, "straggles_ms": 0.0,
+        "busiest": 1, "imbalance": 0.5, "straggles_ms": 0.0,
     }  # fmt: skip
     assert data["measured"] == expected
     assert build_report(plan).to_dict()["measured"] is None
@@ -595,8 +557,7 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     assert not [*parsed(slow).iter("script")] and slow.count("&lt;script&gt;") == 2
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
-    assert "m0.weight, 4.000 ms: no plan is faster" in slow
-    assert "no plan is below 4.000 ms" in slow
+    assert "m0.weight, 4.000 ms" in slow
 
 
 def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
