@@ -196,9 +196,9 @@ def _values(options: Any) -> dict[str, Any]:
 
 
 # Names that are taken for one more release, with a warning, and what has their value now; None:
-# nothing has, because the plan chooses it.
+# nothing has.
 RETIRED: dict[str, dict[str, str | None]] = {
-    "Muon": {"betas": "adamw_betas"},
+    "Muon": {"betas": "adamw_betas", "publish": None},
     "ShardedOptions": {"buffers": None},
 }
 
@@ -405,8 +405,6 @@ MIXED_RULES = {
     "adamw_eps": FINITE,
     "adamw_weight_decay": FINITE.or_none(),
 }
-# Arguments of `dmuon.Muon` that are accepted for one release, and ignored.
-RETIRED_RULES = {"publish": _one_of("async", "sync")}
 # What holds for all groups, and is an argument of `dmuon.Muon` alone.
 SWITCH_RULES = {
     "master_weights": FLAG,

@@ -109,8 +109,6 @@ class Muon(Optimizer):
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
             "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
             ranks differ.
-        publish: "async" is accepted with a warning and ignored: it gained less than 0.1% of a
-            training step. After `step` weights are current (on CUDA the current stream waits).
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
         nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
@@ -162,7 +160,6 @@ class Muon(Optimizer):
         period: Period = 1,
         block_lr_ratio: float | None = None,
         ns_dtype: DtypeName | torch.dtype = "auto",
-        publish: Literal["sync", "async"] = "sync",
         master_weights: bool = False,
         nonfinite: Literal["skip", "raise"] = "skip",
         verify_every: int | None = None,
@@ -177,10 +174,7 @@ class Muon(Optimizer):
         **others: Unpack[OthersFlags],
     ) -> None:
         given_too = config.renamed("Muon", others)
-        if (both := given_too.pop("adamw_betas", adamw_betas)) != adamw_betas != (0.9, 0.95):
-            raise TypeError(
-                f"betas={both} and adamw_betas={adamw_betas} are the same thing: pass one of them"
-            )
+        both = _betas_of(given_too, adamw_betas)
         for name, value in given_too.items():
             if not config.is_idle(name, value):
                 raise TypeError(f"dmuon.Muon has no keyword {name!r}: {_instead(name)}")
@@ -189,9 +183,6 @@ class Muon(Optimizer):
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
         adamw = config.AdamWDefaults(adamw_lr, both, adamw_eps, adamw_weight_decay)
-        config.checked(config.RETIRED_RULES, {"publish": publish})
-        if publish == "async":
-            warn('dmuon: publish="async" is ignored: drop it', FutureWarning)
         switches = {
             "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
             "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
@@ -765,6 +756,16 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
     if "bytes" in path:
         return sum(values)
     return all(values) if path == "/finite" else max(values)
+
+
+def _betas_of(given: dict[str, Any], named: tuple[float, float]) -> tuple[float, float]:
+    """AdamW's betas, taken from ``given`` where their retired name was passed."""
+    found = given.pop("adamw_betas", named)
+    if found != named != (0.9, 0.95):
+        raise TypeError(
+            f"betas={found} and adamw_betas={named} are the same thing: pass one of them"
+        )
+    return found
 
 
 def _instead(name: str) -> str:

@@ -184,7 +184,6 @@ def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
     case = {
         "options": {"min_buckets": buckets, "bucket_bytes": 1 << 30},
         "request": {"planner": dmuon.PlannerOptions(max_batch=1)},
-        "only": {"publish": "sync"},
     }
     clock = Clock()
     slow = partial(ClockTransport, clock=clock, delay_s=1.0)

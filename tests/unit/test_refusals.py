@@ -146,7 +146,6 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (planned(period=2), ValueError, r"period=2.*'replicated'"),
     (planned(period=float("inf")), ValueError, "period=inf"),
     (planned(block_lr_ratio=0.5), ValueError, "block_lr_ratio"),
-    (muon(publish="later"), ValueError, "publish.*'later'"),
     (muon(ns_dtype="half"), ValueError, "dtype.*'half'"),
     (muon(ns_coefficients="unheard of"), ValueError, "unheard of"),
     (muon(ns_coefficients=[(1, 2, 3)] * 4), ValueError, "4 coefficient triples for steps=5"),

@@ -45,7 +45,6 @@ dmuon.Muon(model, maximize=True)  # wrong: maximize
 dmuon.Muon(model, ns_coefficients="polar")  # wrong: ns_coefficients
 dmuon.Muon(model, momentum_mode="nesterov")  # wrong: momentum_mode
 dmuon.Muon(model, ns_dtype="fp16")  # wrong: ns_dtype
-dmuon.Muon(model, publish="later")  # wrong: publish
 dmuon.Muon(model, nonfinite="ignore")  # wrong: nonfinite
 dmuon.Muon(model, variant="adamuon")  # wrong: variant
 dmuon.Muon(model, momentum_dtype="fp8")  # wrong: momentum_dtype
