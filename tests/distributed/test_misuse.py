@@ -498,7 +498,7 @@ def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, on, key
     read the others learn it on the way, and the next step raises."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, kind, only={"publish": "sync"}) as pair,
+        both(Net, kind) as pair,
     ):
         (group,) = pair.opt.param_groups
         pair.train_alone([0])
@@ -595,7 +595,7 @@ def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, ki
     """Each is another one on the last rank, for one step."""
     with (
         host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, kind, only={"publish": "sync"}) as pair,
+        both(Net, kind) as pair,
     ):
         pair.train_alone([0])
         (group,) = pair.opt.param_groups

@@ -236,6 +236,8 @@ def test_retired_names_are_taken_with_one_warning():
     with pytest.warns(FutureWarning, match=r"ShardedOptions will not take buffers= \(ignored\)"):
         options = dmuon.ShardedOptions(buffers=3)
     assert options == dmuon.ShardedOptions()
+    with pytest.warns(FutureWarning, match=r"dmuon.Muon will not take publish= \(ignored\)"):
+        dmuon.Muon(TinyGPT(), publish="async")
 
 
 # ---- after the first step ----------------------------------------------------------------
