@@ -1,7 +1,7 @@
 """How long is `step()` in each layout, per matrix, and is it slower than in another checkout?
 
 ``python -m benchmarks.step_cost --json out.json`` (docs/benchmarks.md). ``median_ms`` is `step`
-alone, with ``publish="sync"``, of the slowest rank; ``whole_ms`` from before backward to the end of
+alone, of the slowest rank; ``whole_ms`` from before backward to the end of
 the next forward, where a layout may have moved work. Costs are analytic and kernels chosen by the
 fixed rule, so that both checkouts plan alike. ``layout`` "sharded" is FSDP2, the others a plain
 module; AdamW on a plain module has gradients that nobody averages.
@@ -59,7 +59,7 @@ def contender(case: str, optimizer: str, layout: str) -> Training:
         return Training(
             model, on_random(4, width), [torch.optim.AdamW(model.parameters(), foreach=True)]
         )
-    muon = {"ns_dtype": torch.float32, "publish": "sync"}
+    muon = {"ns_dtype": torch.float32}
     return Training.of_muon(model, on_random(4, width), {"layout": layout, **FIXED}, **muon)
 
 

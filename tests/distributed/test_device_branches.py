@@ -70,7 +70,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"gradients": "missing on some ranks", "clip": 0.05},
     {"gradients": "not finite", "cautious": True},
     {"gradients": "missing everywhere", "rule": "sgd"},
-    {"gradients": "all", "rule": "plain ema", "publish": "sync"},
+    {"gradients": "all", "rule": "plain ema"},
 ]
 
 

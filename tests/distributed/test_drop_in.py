@@ -40,7 +40,7 @@ def trial(build: Callable[[], nn.Module] = Used, layout: Any = "ddp", **case: An
     averages."""
     if layout == "ddp":
         case.setdefault("wrap", DistributedDataParallel)
-    case = {"averages": False, "only": {"publish": "sync"}} | case
+    case = {"averages": False} | case
     return both(build, layout, alone=True, **case).__enter__()
 
 
@@ -142,7 +142,7 @@ def trained(layout: str, form: str) -> dict[str, Tensor]:
 )
 @distributed()
 def test_one_line_is_three_lines_and_the_reference(rank, world, layout):
-    by_lines = {"request": {"solver": "auto"}, "only": {"publish": "sync"}, "seed": 0}
+    by_lines = {"request": {"solver": "auto"}, "seed": 0}
     with both(Telling, layout, **by_lines) as pair:
         pair.train(range(STEPS))
         pair.check()

@@ -27,7 +27,6 @@ from tests.distributed.test_dedicated_order import in_two
 from tests.distributed.twins import Both, both
 from tests.transports import Clock, ClockTransport
 
-SYNC = {"publish": "sync"}
 FLAT = ("fsdp2", "plain", "ddp", "reduced", "dedicated", "dedicated fsdp")
 MESHES = tuple(case.name for case in CASES)
 IN_TWO = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
@@ -45,7 +44,7 @@ def joint_norm(pair: Both) -> float:
 
 def follow_norms(**case: Any) -> None:
     """Steps with and without clipping, one of them of a part of the parameters."""
-    with both(**{"only": SYNC} | case) as pair:
+    with both(**case) as pair:
         assert pair.opt.metrics() == {}
         for step in range(4):
             pair.both_backward(step)
@@ -101,7 +100,7 @@ def test_gradients_that_are_missing(rank, world, layout):
 
 @layouts("plain", "fsdp2", "reduced", "dedicated")
 def test_a_skipped_step_says_so(rank, world, layout):
-    with both(layout=layout, only=SYNC) as pair:
+    with both(layout=layout) as pair:
         for step in range(3):
             is_bad = step == 1 and rank == 0
             weight = pair.bare.get_parameter("blocks.0.norm.weight")
@@ -121,7 +120,7 @@ def test_a_skipped_step_says_so(rank, world, layout):
 
 @distributed(2)
 def test_block_steps_show_the_norm_of_the_last_full_step(rank, world):
-    with both(layout="fsdp2", only=SYNC | {"period": 3}) as pair:
+    with both(layout="fsdp2", only={"period": 3}) as pair:
         for step in range(5):
             pair.backward(step)
             pair.joint_backward(step)
@@ -136,7 +135,7 @@ def test_block_steps_show_the_norm_of_the_last_full_step(rank, world):
 
 @distributed(2)
 def test_without_full_steps_there_is_no_norm(rank, world):
-    with both(layout="fsdp2", only=SYNC | {"period": math.inf}) as pair:
+    with both(layout="fsdp2", only={"period": math.inf}) as pair:
         pair.train_alone(range(2))
         found = pair.opt.metrics()
         assert "grad_norm" not in found and found["update_rms/0/mean"] > 0 == found["bytes"]
@@ -193,7 +192,7 @@ def test_times_are_what_a_step_waited_for(rank, world, name):
         event._seconds = clock.now
 
     transport = partial(ClockTransport, clock=clock)
-    case = case | {"layout": layout, "transport": transport, "only": SYNC}
+    case = case | {"layout": layout, "transport": transport}
     with patch.object(HostEvent, "__init__", now), both(**case) as pair:
         for step in range(6):  # the first ones also compare gradients, and exchange times
             pair.backward(step)
@@ -221,7 +220,7 @@ def test_times_are_what_a_step_waited_for(rank, world, name):
 def test_on_an_accelerator_nothing_is_waited_for(rank, world, layout):
     """Numbers come with the step that follows, and only once somebody has asked."""
     norms = []
-    with host_cannot_read(), both(layout=layout, only=SYNC) as pair:
+    with host_cannot_read(), both(layout=layout) as pair:
         for step in range(5):
             pair.both_backward(step)
             norms.append(joint_norm(pair))
@@ -274,7 +273,7 @@ NAMES = {
 def test_a_profiler_sees_what_a_step_does(rank, world, layout):
     build = Used if layout in AT_OWNERS else None  # what has no gradient is not orthogonalized
     small = patch("dmuon.kernels.runner._SMALL", 0)
-    with small, both(build, layout=layout, only=SYNC) as pair:
+    with small, both(build, layout=layout) as pair:
         pair.backward(0)
         pair.step()
         pair.backward(1)

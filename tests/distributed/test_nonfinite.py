@@ -102,7 +102,7 @@ def test_raise_is_an_error_on_every_rank(rank, world, layout):
 @distributed(2)
 def test_raise_waits_for_the_next_full_step(rank, world, period, host):
     """In a block step no rank knows of the others."""
-    only = {"period": period, "nonfinite": "raise", "publish": "sync"}
+    only = {"period": period, "nonfinite": "raise"}
     with on(host), both(Net, "fsdp2", only=only) as pair:
 
         def step(number, scale=1.0):
@@ -158,7 +158,7 @@ def own_faults(rank, steps):
 @distributed(3)
 def test_the_next_full_step_tells_all_ranks_what_block_steps_skipped(rank, world, host):
     """Steps 0, 4 and 8 are full; two ranks that skip parts of one step are one skipped step."""
-    only = {"period": 4, "publish": "sync"}
+    only = {"period": 4}
     with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
         late, told, sent = host != "reads", {}, {}
         for number in range(10):
@@ -183,7 +183,7 @@ def test_the_next_full_step_tells_all_ranks_what_block_steps_skipped(rank, world
 @HOSTS
 @distributed(3)
 def test_raise_tells_all_ranks_what_block_steps_skipped(rank, world, host):
-    only = {"period": 4, "publish": "sync", "nonfinite": "raise"}
+    only = {"period": 4, "nonfinite": "raise"}
     with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
         late = host != "reads"
         for number in range(4 + late):
@@ -205,7 +205,7 @@ def test_raise_tells_all_ranks_what_block_steps_skipped(rank, world, host):
 @distributed(3)
 def test_without_full_steps_the_rank_itself_tells(rank, world, host, nonfinite):
     """Each counts its own, and nothing is sent."""
-    only = {"period": math.inf, "publish": "sync", "nonfinite": nonfinite}
+    only = {"period": math.inf, "nonfinite": nonfinite}
     with on(host), both(Net, "fsdp2", only=only, transport=RecordingTransport) as pair:
         late, told = host != "reads", {}
         for number in range(9):
@@ -235,7 +235,7 @@ def test_without_full_steps_the_rank_itself_tells(rank, world, host, nonfinite):
 @contextmanager
 def by_hand(kind, dtype=torch.float32, **settings):
     """(bare model, optimizer)."""
-    only = {"publish": "sync", **settings}
+    only = settings
     with both(Net, kind, change=lambda model: model.to(dtype), only=only) as pair:
         yield pair.bare, pair.opt
 
