@@ -110,10 +110,7 @@ def _training(
             layout=setting.layout,
             costs=setting.costs,
             solver="greedy",  # one owner: there is nothing to plan, and no solver is needed
-            planner=dmuon.PlannerOptions(profile_budget_s=2.0),
-            kernels=KernelOptions(
-                backend=setting.backend, cuda_graphs=setting.graphs, tune_budget_s=5.0
-            ),
+            kernels=KernelOptions(backend=setting.backend, cuda_graphs=setting.graphs),
         )
         stack.callback(own.close)
         dtype = getattr(torch, setting.ns_dtype)
@@ -548,8 +545,6 @@ def _whole(rows: Rows, device: torch.device, toy: bool) -> None:
                     model,
                     layout="replicated",
                     solver="greedy",
-                    planner=dmuon.PlannerOptions(profile_budget_s=4.0),
-                    kernels=KernelOptions(tune_budget_s=1.0 if toy else 25.0),
                 )
                 stack.callback(own.close)
                 opt = dmuon.Muon(model, lr=1e-3)

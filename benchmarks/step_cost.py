@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.distributed import init_device_mesh
 
-import dmuon
 from benchmarks.models import Alike, Stack, Training, on_random, shard
 from benchmarks.results import Benchmark, Cases, Row
 from benchmarks.timing import Laps, joined, ratio, take_turns, timed_row
@@ -34,7 +33,6 @@ from benchmarks.timing import Laps, joined, ratio, take_turns, timed_row
 # So that both checkouts plan alike: costs of the model, and kernels by the fixed rule.
 FIXED: dict[str, Any] = {
     "costs": "analytic:cpu",
-    "kernels": dmuon.KernelOptions(tune_budget_s=0),
 }
 HERE = Path(__file__).parents[1]
 LAYOUTS = ("sharded", "replicated", "dedicated")

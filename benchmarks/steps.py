@@ -37,7 +37,7 @@ WARM_UP = 2
 SETS = {"8 layers, w=256": (8, 256), "4 layers, w=512": (4, 512)}
 KINDS: Mapping[str, Mapping[str, Callable[..., baselines.Baseline] | None]] = {
     "sharded": {
-        "dmuon sync": None,
+        "dmuon": None,
         "AdamW foreach": None,
         "gather-then-compute": baselines.GatherThenCompute,
         "same-shape buckets": baselines.SameShapeBuckets,
@@ -77,8 +77,6 @@ def contender(layout: str, name: str, layers: int, width: int, dtype: torch.dtyp
         if layout == "replicated":
             frugal = not is_ddp or "reduced" in name
             plan["options"] = dmuon.ReplicatedOptions(reduce_to_owner=frugal)
-        else:
-            muon["publish"] = name.split()[1]
         return Training.of_muon(model, loss, plan, **muon)
     if name == "local":
         return Training(model, loss, [])

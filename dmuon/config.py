@@ -199,6 +199,8 @@ def _values(options: Any) -> dict[str, Any]:
 # nothing has.
 RETIRED: dict[str, dict[str, str | None]] = {
     "Muon": {"betas": "adamw_betas", "publish": None},
+    "PlannerOptions": {"profile_budget_s": None},
+    "KernelOptions": {"tune_budget_s": None},
     "ShardedOptions": {"buffers": None},
 }
 
@@ -237,11 +239,11 @@ BATCH_BYTES = BATCH_BUCKETS * BUCKET_BYTES
 class PlannerOptions(Checked):
     """Limits of planning.
 
-    ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
-    ``owner_memory_bytes`` caps the optimizer state of one rank, AdamW's included. ``max_batch``
-    bounds how many matrices of one shape are orthogonalized in one batch; of larger ones there are
-    fewer, so that a batch is at most two buckets of the layout. ``ranks_per_node`` counts
-    global ranks; None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
+    ``time_limit_s`` bounds the solver, in seconds. ``owner_memory_bytes`` caps the optimizer state
+    of one rank, AdamW's included. ``max_batch`` bounds how many matrices of one shape are
+    orthogonalized in one batch; of larger ones there are fewer, so that a batch is at most two
+    buckets of the layout. ``ranks_per_node`` counts global ranks; None takes torchrun's
+    ``LOCAL_WORLD_SIZE``, or one node where that is not set.
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
 
@@ -254,7 +256,7 @@ class PlannerOptions(Checked):
     time_limit_s: float = _default(10.0, POSITIVE)
     owner_memory_bytes: int | None = _default(None, COUNT.or_none())
     max_batch: int = _default(16, COUNT)
-    profile_budget_s: float = _default(10.0, POSITIVE)
+    profile_budget_s: InitVar[float | None] = None
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
     redundancy: Literal["auto"] | int = _default("auto", REDUNDANCY)
@@ -269,9 +271,8 @@ class KernelOptions(Checked):
     form for every matrix; "auto" takes for each shape and batch what measures fastest with
     ``costs="measured"``, and what a fixed rule says otherwise. ``backend``: one of
     `dmuon.kernels.choice.BACKENDS`, or "auto". What is fixed here or saved in a plan runs the
-    same after every restart. ``tune_budget_s``: seconds for measuring what was not measured before
-    (kept in the cache of the costs). ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA
-    graphs (None: on CUDA, for the shapes of the plan).
+    same after every restart. ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA graphs (None:
+    on CUDA, for the shapes of the plan).
 
     With neither ``method`` nor ``backend`` "auto", an update has the same bits on every mesh, in
     every layout and plan: each matrix is computed by itself (docs/same-bits.md).
@@ -279,7 +280,7 @@ class KernelOptions(Checked):
 
     method: str = _default("auto", TEXT)
     backend: BackendName = _default("auto", TEXT)
-    tune_budget_s: float = _default(30.0, AT_LEAST_ZERO)
+    tune_budget_s: InitVar[float | None] = None
     cuda_graphs: bool | None = _default(None, FLAG.or_none())
 
     @property

@@ -132,7 +132,6 @@ def test_every_field_of_the_options_has_a_rule_and_none_can_be_set(options):
     (PlannerOptions, "time_limit_s", math.nan, ValueError),
     (PlannerOptions, "owner_memory_bytes", "80GB", TypeError),
     (PlannerOptions, "ranks_per_node", 0, ValueError),
-    (KernelOptions, "tune_budget_s", math.nan, ValueError),
     (ReplicatedOptions, "bucket_bytes", 25e6, TypeError),
     (ReplicatedOptions, "publish_bucket_bytes", -1, ValueError),
     (ReplicatedOptions, "reduce_dtype", "bfloat16", TypeError),
