@@ -575,7 +575,6 @@ def test_advice(capsys, monkeypatch):
         (["--model", "qwen3-30b-a3b", "--active", "800"], "stacks of 128 experts"),
         (["--tp", "3"], "needs ranks that it divides"),
         (["--tp", "4", "--layout", "replicated"], "--tp is not for --layout replicated"),
-        (["--async", "--layout", "dedicated"], "--async is not for"),
     ],
 )
 def test_mistakes(more, told, capsys):
