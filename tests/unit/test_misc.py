@@ -150,7 +150,7 @@ def test_wrong_options_are_refused_by_name(options, name, value, error):
 
 
 def test_options_take_what_they_name(tmp_path):
-    PlannerOptions(10, 1 << 30, np.int64(8), float("inf"), 4, tmp_path)
+    PlannerOptions(10, 1 << 30, np.int64(8), None, 4, tmp_path)
     DedicatedOptions(0, False, lambda name, module: True, torch.bfloat16, timeout_s=1)
 
 
