@@ -117,7 +117,6 @@ MOMENTUM_DTYPE = Allowed(
     lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
     lambda value: value is None or value in ("bfloat16", "float32"),
 )
-AT_LEAST_ZERO = Allowed("a number >= 0", _number, lambda value: value >= 0)
 PATH = Allowed("a path", _of_type(str, os.PathLike))
 GROUPS = Allowed("a function (name, module) -> bool", _of_type(Callable))
 FLOAT_DTYPE = Allowed(
@@ -207,12 +206,13 @@ RETIRED: dict[str, dict[str, str | None]] = {
 
 def renamed(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of ``owner`` under the names of now, with one warning about retired ones."""
-    retired = {name: new for name, new in RETIRED.get(owner, {}).items() if name in given}
+    every = RETIRED.get(owner, {})
+    retired = {name: new for name, new in every.items() if given.get(name) is not None}
     if retired:
         told = [f"{n}= ({(new and f'pass {new}=') or 'ignored'})" for n, new in retired.items()]
         text = f"dmuon.{owner} will not take {', '.join(told)} after this release"
         warn(text, FutureWarning)
-    kept = {name: value for name, value in given.items() if name not in retired}
+    kept = {name: value for name, value in given.items() if name not in every}
     return kept | {new: given[name] for name, new in retired.items() if new}
 
 
@@ -223,8 +223,7 @@ class Checked:
 
     def __post_init__(self, *retired: object) -> None:
         owner = type(self).__name__
-        given = zip(RETIRED.get(owner, ()), retired, strict=True)
-        renamed(owner, {name: value for name, value in given if value is not None})
+        renamed(owner, dict(zip(RETIRED.get(owner, ()), retired, strict=True)))
         checked(_rules(type(self)), _values(self), owner=f"{owner}.")
 
 

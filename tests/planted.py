@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -143,19 +144,29 @@ def tree(folder: Path) -> Path:
     return copy
 
 
+def ran(tests: tuple[str, ...], copy: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+
+
+@cache
+def is_green(tests: tuple[str, ...], copy: Path) -> bool:
+    """Whether these pass in the honest tree; else their failing says nothing of a fault."""
+    return ran(tests, copy).returncode == 0
+
+
 def outcome(fault: Fault, copy: Path) -> str:
-    """ "caught", "NOT CAUGHT" or "stale"."""
+    """ "caught", "NOT CAUGHT", "stale", or why the tests tell nothing."""
     path = copy / fault.file
     honest = path.read_text(encoding="utf-8") if path.exists() else ""
     if honest.count(fault.old) != 1:
         return "stale"
+    if not is_green(fault.tests, copy):
+        return "its tests fail without it"
     path.write_text(honest.replace(fault.old, fault.new), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(
-            [*command, *fault.tests], cwd=copy, env=environment, capture_output=True, text=True
-        )
+        run = ran(fault.tests, copy)
     finally:
         path.write_text(honest, encoding="utf-8")
     # 1 is for tests that fail; others are for tests that are not there, or do not run.

@@ -238,6 +238,10 @@ def test_retired_names_are_taken_with_one_warning():
     assert options == dmuon.ShardedOptions()
     with pytest.warns(FutureWarning, match=r"dmuon.Muon will not take publish= \(ignored\)"):
         dmuon.Muon(TinyGPT(), publish="async")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = dmuon.Muon(TinyGPT(), betas=None)
+    assert opt.param_groups[0]["adamw_betas"] == (0.9, 0.95)
 
 
 # ---- after the first step ----------------------------------------------------------------
