@@ -635,12 +635,18 @@ def unpacked(value: bytes) -> Any:
 Result = tuple[list[float], bytes, dict[str, Any]]
 
 
+def copies(name: str) -> int:
+    """How many ranks have the same data: those of tensor parallelism. What it does not cut they
+    compute in batches of their own, which may round otherwise in the last bit."""
+    return dict(zip(LAYOUTS[name].axes, LAYOUTS[name].mesh or ())).get("tp", 1)
+
+
 def half(
     rank: int, world: int, work: list[tuple[Case, str]], saved: list[bytes] | None = None
 ) -> list[Result]:
     """Train each case up to its save or its end, or load what was ``saved`` and train on. Beside a
     case is the folder of its checkpoint. The result: this rank's losses, the state (on other ranks
-    than the first its hash), and some of `stats`."""
+    than the first its hash, unless they have `copies`), and some of `stats`."""
     warnings.simplefilter("ignore")
     found = []
     for number, (case, folder) in enumerate(work):
@@ -656,5 +662,6 @@ def half(
                 state = packed(training.whole())
             told = {key: training.opt.stats()[key] for key in ("skipped", "finite")}
             training.close()
-        found.append((losses, state if rank == 0 else hashlib.sha256(state).digest(), told))
+        is_whole = rank == 0 or copies(case.layout if saved is None else case.other) > 1
+        found.append((losses, state if is_whole else hashlib.sha256(state).digest(), told))
     return found

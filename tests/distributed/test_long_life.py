@@ -84,7 +84,7 @@ def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name)
     closed, dropped = seen[0], seen[2]
     assert seen[1] == seen[5] == closed, f"closed: {seen}"
     assert seen[3:5] == [dropped] * 2, f"dropped: {seen}"
-    assert hooks, "those of a running optimizer are seen"
+    assert bool(hooks) is name.startswith("dedicated"), "those of a running optimizer are seen"
 
 
 # ---- a notebook ------------------------------------------------------------------------------

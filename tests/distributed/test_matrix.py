@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.distributed import matrix
 from tests.distributed.harness import Pools
@@ -24,6 +25,7 @@ from tests.distributed.matrix import (
     OPTIONS,
     Case,
     Piece,
+    copies,
     covering,
     expected_of,
     simplest,
@@ -48,7 +50,9 @@ def found_of(
             )
             for n, results in zip(numbers, zip(*ranks), strict=True):
                 losses, states, stats = zip(*results)
-                assert {*states[1:]} <= {hashlib.sha256(states[0]).digest()}, cases[n]
+                for other in {*states[1:]} - {states[0], hashlib.sha256(states[0]).digest()}:
+                    assert copies(layout) > 1, f"ranks differ: {cases[n]}"
+                    assert_near(matrix.unpacked(other), matrix.unpacked(states[0]))
                 sums = [sum(each) / copies(layout) for each in zip(*losses)]
                 sums = found[n].get("losses", []) + sums
                 found[n] = {"losses": sums, "state": states[0], "stats": stats}
@@ -60,9 +64,13 @@ def found_of(
     return found
 
 
-def copies(name: str) -> int:
-    """How many ranks have the same data."""
-    return dict(zip(LAYOUTS[name].axes, LAYOUTS[name].mesh or ())).get("tp", 1)
+def assert_near(found: Any, expected: Any) -> None:
+    """Of two states: AssertionError where they differ by more than rounding."""
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if isinstance(one, Tensor) and one.numel():
+            assert off(one, other).max() <= TOLERANCE, (one, other)
+        elif not isinstance(one, Tensor):
+            assert one == other, (one, other)
 
 
 def off(found: Tensor, expected: Tensor) -> Tensor:
