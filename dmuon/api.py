@@ -35,7 +35,7 @@ from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.params_runtime import ParamsRuntime, open_peers
 from dmuon.comm.process_groups import attempt_in_all, solve_on_first
 from dmuon.comm.transport import C10dTransport, Transport, connect, splits_communicators, timeout_of
-from dmuon.groups import Group, NamedGroups
+from dmuon.groups import Group, ParamGroups
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, on_links
@@ -238,7 +238,7 @@ def plan_given(given: Given, request: Request) -> Ownership:
 
 
 def plan_groups(
-    groups: NamedGroups,
+    groups: ParamGroups,
     held: Sequence[Group],
     named: Callable[[], dtensors.Named],
     request: Request,
@@ -253,7 +253,7 @@ def plan_groups(
     model, flaw = None, None
     try:
         named()
-        model = groups.exchange(held)
+        model = groups.refresh(held)
         now = named()
     except Exception as error:  # perhaps on this rank alone
         flaw, now = error, [("", p) for group in held for p in group["params"]]

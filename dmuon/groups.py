@@ -1,6 +1,6 @@
-"""Param groups: what users pass to `dmuon.Muon`, and what stands in ``opt.param_groups``.
+"""Param groups: the forms that `dmuon.Muon` accepts, and the entries of ``opt.param_groups``.
 
-A group stays the user's, whatever is in it. It has the hyperparameters that its parameters need::
+A group keeps every key its user put there, and has the hyperparameters its parameters need::
 
     matrices alone   lr weight_decay momentum nesterov ns_coefficients eps ...  as torch.optim.Muon
     others alone     lr weight_decay betas eps                                  as torch.optim.AdamW
@@ -40,18 +40,18 @@ from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, grou
 
 Group = dict[str, Any]
 Pair = tuple[str | None, Tensor]
-# Of a parameter: the number of its model, its name there, the module that holds it, its name in it.
+# A parameter's model (its number), its name there, the module that holds it, its name in that.
 _Place = tuple[int, str, weakref.ref[nn.Module], str]
 
-# Kept in every param group with matrices, so that tools which save groups alone (torch's
-# distributed checkpoint) save where the optimizer is in its schedule.
+# Every param group with matrices holds these, so that tools which save only groups (torch's
+# distributed checkpoint) also save the position in the schedule.
 PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
-# What says who is in a group, and no hyperparameter of it.
+# Keys that say which parameters are in a group; they are not hyperparameters.
 MEMBERS = ("params", "param_names", "algorithm", "use_muon")
 _FOR_ALL = {*config.SWITCH_RULES, "period", "ns_dtype", "dedicate"}
 _RULES = config.ADAMW_RULES | config.MIXED_RULES | config.MUON_RULES
 _OURS = {*_RULES, "adamw_lr", *PROGRESS.values()}
-_MADE_UP = "param_groups."  # begins names of parameters that no module holds
+_MADE_UP = "param_groups."  # prefix of names given to parameters that no module holds
 _DEDICATE = "select", "splits", "heads"
 _KNOWN = {*_OURS, *_FOR_ALL, *config.FLAGS, *MEMBERS[2:]}
 
@@ -60,12 +60,12 @@ _KNOWN = {*_OURS, *_FOR_ALL, *config.FLAGS, *MEMBERS[2:]}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module without `DistributedDataParallel` around it."""
+    """Return the module inside `DistributedDataParallel`, or ``model`` itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Group dicts with lists as "params", for `members`, from any of the accepted forms; a copy."""
+    """Convert any accepted form to group dicts with lists as "params", for `members`; a copy."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -97,12 +97,12 @@ def is_pair(entry: object) -> bool:
 
 
 def entries_of(groups: Iterable[Group]) -> list[Any]:
-    """Whatever the groups have as parameters, without names."""
+    """Return the entries of all groups' "params", without names."""
     return [e[1] if is_pair(e) else e for group in groups for e in group["params"]]
 
 
 def members(group: Group) -> list[Pair]:
-    """The parameters of a group, each with its name or None."""
+    """Return the parameters of a group, each with its name or None."""
     found = entries_of([group])
     if wrong := [type(entry).__name__ for entry in found if not isinstance(entry, Tensor)]:
         expected = "parameters or (name, parameter) pairs"
@@ -116,7 +116,7 @@ def members(group: Group) -> list[Pair]:
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
-    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without."""
+    """Return a group's ``algorithm``, or that of Keller Jordan's ``use_muon``, or None."""
     if "use_muon" in group:
         return Algorithm.MUON if group["use_muon"] else Algorithm.ADAMW
     if (said := group.get("algorithm")) not in (None, "muon", "adamw"):
@@ -127,11 +127,11 @@ def algorithm_of(group: Group) -> Algorithm | None:
     return None if said is None else Algorithm(said)
 
 
-class NamedGroups:
-    """The parameters of an optimizer, by param group: their ``names``, canonical or made up, and
-    the ``algorithms`` that they need. ``routes``: how each is updated, by name, decided when it was
-    given; of a frozen one how it would be. ``models``: those that hold parameters. ``defaults``:
-    hyperparameters for matrices and for the others. ``how``: ``select``, ``splits``, ``heads``."""
+class ParamGroups:
+    """The parameters of an optimizer by param group: their ``names``, canonical or made up, and the
+    ``algorithms`` they need. ``routes`` says by name how each parameter is updated, decided when it
+    was passed; for a frozen one, how it would be. ``models`` hold the parameters. ``defaults`` are
+    the hyperparameters of matrices and of others, ``selection`` the user's select and splits."""
 
     def __init__(self, passed: object) -> None:
         self._passed = weakref.ref(passed) if isinstance(passed, nn.Module) else None
@@ -140,24 +140,24 @@ class NamedGroups:
         self.algorithms: list[set[Algorithm]] = []
         self.routes: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
-        self.how: dict[str, Any] = {}
+        self.selection: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
-        self._are_named = False  # torch takes names of all groups or of none
+        self._are_named = False  # torch accepts names for all groups or for none
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied optimizer is not of these models.
+        # A copy of the optimizer does not track the original's models.
         return {**vars(self), "_passed": None, "models": [], "_places": {}}
 
     @property
     def passed(self) -> nn.Module | None:
-        """The module that the optimizer was given, if it was given one."""
+        """The module passed to the optimizer, or None if it was given parameters."""
         return None if self._passed is None else self._passed()
 
     def read(
         self, given: Sequence[Group], planned: Mapping[Tensor, Route] | None = None
     ) -> list[Group]:
-        """Users' groups with the hyperparameters that their parameters need. ``planned``: those
-        that `dedicate_params` has routed; without any, all are routed here."""
+        """Complete users' groups with the hyperparameters that their parameters need. ``planned``
+        holds the routes that `dedicate_params` chose; without it all parameters are routed here."""
         first, planned = len(self.names), planned or {}
         found = [members(group) for group in given]
         names, everyone = self._identified(given, found, planned)
@@ -166,20 +166,20 @@ class NamedGroups:
             made_up = any(name.startswith(_MADE_UP) for own in names for name in own)
             self._are_named = given_names or not made_up
         frozen: Routes = {}
-        with suppress(DmuonError):  # of what may never be trained
+        with suppress(DmuonError):  # a frozen parameter may never be trained
             frozen = self._routed(everyone, frozen=True)
         routes: Routes = {route[0].name: route for route in planned.values()}
         if not planned:
-            # A head may be trained before the matrices.
+            # The head alone may be trained first, and matrices later.
             late = any(matrices for _, matrices in frozen.values())
             routes = self._routed(everyone, partial=bool(first) or self._passed is None or late)
         self.routes = {**frozen, **self.routes, **routes}
         made, algorithms = [], []
         for number, (group, own, pairs) in enumerate(zip(given, names, found), first):
-            # Of frozen ones too, which a schedule of the group's lr may reach later.
+            # Frozen parameters count, so that a scheduler of the group's lr reaches them later.
             kinds = {self.routes[n][0].algorithm for n in own if n in self.routes}
             kinds = kinds or {Algorithm.ADAMW}
-            if "betas" in group:  # of a mixed group they have another name below
+            if "betas" in group:  # `completed` renames it in a mixed group
                 place = f" in opt.param_groups[{number}]"
                 config.checked({"betas": config.BETAS}, group, place=place)
             full = completed(group, kinds, *self.defaults)
@@ -195,7 +195,7 @@ class NamedGroups:
     def _identified(
         self, given: Sequence[Group], found: list[list[Pair]], planned: Mapping[Tensor, Route]
     ) -> tuple[list[list[str]], list[Member]]:
-        """The names of all parameters by group, and each with the live module that holds it."""
+        """Name all parameters by group, and find the live module that holds each."""
         unknown = [pair for pairs in found for pair in pairs if pair[1] not in planned]
         holders = self._holders(unknown)
         taken = {name: 0 for names in self.names for name in names}
@@ -227,16 +227,16 @@ class NamedGroups:
                 everyone.append(Member(name, p, algorithm, *model))
         return made, everyone
 
-    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[Found, _Place]]:
-        """By the id of a parameter, the live model that holds it, and its place there. Found models
-        are noted."""
+    def _holders(self, given: Sequence[Pair]) -> dict[int, tuple[FoundModel, _Place]]:
+        """Map each parameter's id to the live model that holds it and its place there; record the
+        models."""
         passed = self.passed
-        found = [] if passed is None else [Found(unwrapped(passed), passed)]
+        found = [] if passed is None else [FoundModel(unwrapped(passed), passed)]
         if type(passed) in LISTS and passed in _copied_lists(_live_modules()):
             found, self._passed = [], None  # another module is the model
         known = names_in(found[0].model) if found else {}
         left = [(name, p) for name, p in given if id(p) not in known]
-        holders: dict[int, tuple[Found, _Place]] = {}
+        holders: dict[int, tuple[FoundModel, _Place]] = {}
         for holder in [*found, *(find_models(left) if left else ())]:
             refuse_fsdp1(holder.around.modules())
             if (reference := weakref.ref(holder.model)) not in self.models:
@@ -252,15 +252,15 @@ class NamedGroups:
     def _routed(
         self, everyone: Sequence[Member], *, frozen: bool = False, partial: bool = True
     ) -> Routes:
-        """How trainable parameters are to be updated, or how frozen ones would be."""
+        """Route the trainable parameters, or the frozen ones as if they were trainable."""
         if partial and all(m.parameter.requires_grad is frozen for m in everyone):
             return {}
         return routes_of(
-            collect(everyone, **self.how, allow_meta=True, frozen=frozen, partial=partial)
+            collect(everyone, **self.selection, allow_meta=True, frozen=frozen, partial=partial)
         )
 
     def named(self, groups: Sequence[Group]) -> list[tuple[str, Any]]:
-        """The parameters that are in ``groups`` now, with their names."""
+        """Return the parameters that ``groups`` hold now, with their names."""
         found: list[tuple[str, Any]] = []
         for number, group in enumerate(groups):
             own = [canonical_name(name) for name in group.get("param_names", ())]
@@ -274,10 +274,10 @@ class NamedGroups:
             found += zip(names, group["params"])
         return found
 
-    def exchange(self, groups: Sequence[Group]) -> nn.Module | None:
-        """Replace parameters that no module holds any more, because `fully_shard` has replaced
-        them, by the model's own of now; OwnershipError if one is not found in a model that lives,
-        and nobody has given it a gradient. Returns the model if all of ``groups`` is of one."""
+    def refresh(self, groups: Sequence[Group]) -> nn.Module | None:
+        """Replace parameters that no module holds any more, because `fully_shard` replaced them, by
+        the model's current ones. Return the model if ``groups`` match a single one. OwnershipError:
+        a live model has lost a parameter that has no gradient."""
         models = [reference() for reference in self.models]
         now: dict[tuple[int, str], Any] = {}
         for number, model in enumerate(models):
@@ -286,7 +286,7 @@ class NamedGroups:
                 now |= {(number, canonical_name(n)): p for n, p in model.named_parameters()}
         named, held = self.named(groups), {id(p) for p in now.values()}
         if lost := {id(p) for _, p in named} - held:
-            gc.collect()  # what is dropped holds nothing, on any rank
+            gc.collect()  # so that dropped modules hold nothing, on any rank
             live = _live_modules()
             if None in models:
                 reshard(live)
@@ -305,8 +305,8 @@ class NamedGroups:
         return model if all(id(p) in ours for p in trained if p.requires_grad) else None
 
     def _now(self, name: str, p: Tensor, now: Mapping[tuple[int, str], Tensor]) -> Tensor:
-        """What stands in the place of ``p``, which no module holds any more: in its model, by
-        ``now``, or where that was a wrapper that is gone, in the module that had it."""
+        """Return the parameter that has replaced ``p``: by name in the model, from ``now``, or, if
+        the model was a wrapper that is gone, in the module that held it."""
         if name not in self._places:
             return p
         number, full, module, local = self._places[name]
@@ -319,11 +319,11 @@ class NamedGroups:
                 "was replaced or dropped since dmuon.Muon got it. Make the optimizer afterwards"
             )
         found = p if holder is None else dict(_own(holder)).get(local, p)
-        # It may have been tied since to another one.
+        # It may have been tied to another parameter since.
         return p if any(found is other for other in now.values()) else found
 
     def specs(self, named: Sequence[tuple[str, Tensor]]) -> ModelSpecs:
-        """The specs of the parameters that are trained now."""
+        """Return the specs of the parameters that are trained now."""
         seen: set[Any] = set()
         for name, p in named:
             if seen & {id(p), name}:
@@ -334,7 +334,7 @@ class NamedGroups:
         missing = [Member(n, p) for n, p in named if p.requires_grad and n not in self.routes]
         self.routes |= self._routed(missing)
         specs = collect([Member(n, p) for n, p in named], routes=self.routes, partial=True)
-        # As where a head is trained first, and the rest is unfrozen or added later.
+        # No matrix is an error, unless others may be unfrozen or added after a head was trained.
         models = (reference() for reference in self.models)
         others = (p for model in models if model is not None for p in model.parameters())
         if not specs.matrices and not any(p.ndim > 1 and not p.requires_grad for p in others):
@@ -345,38 +345,38 @@ class NamedGroups:
 # ---- whose parameters --------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """A live model that holds parameters, and the outermost module around it."""
+class FoundModel(NamedTuple):
+    """A live model that holds parameters, and the outermost module that wraps it."""
 
     model: nn.Module
     around: nn.Module
 
 
 def names_in(model: nn.Module) -> dict[int, list[str]]:
-    """All canonical names of each parameter, by its id."""
+    """Map each parameter's id to all of its canonical names."""
     named = model.named_parameters(remove_duplicate=False)
     return grouped((id(p), canonical_name(name)) for name, p in named)
 
 
-def find_models(given: Sequence[Pair]) -> list[Found]:
-    """The live models that hold these parameters, given with their names or None; the first holds
-    the most. Each is found from the smallest module that holds all uses of its parameters, as
-    `_model_in` says. Not a collective call; 0.15 s of the host with transformers imported."""
+def find_models(given: Sequence[Pair]) -> list[FoundModel]:
+    """Find the live models that hold these parameters (with names or None), the one with the most
+    parameters first. The search begins at the smallest module with all uses of its parameters, see
+    `_model_in`. Not a collective call; takes 0.15 s on the host with transformers imported."""
     names = {id(p): canonical_name(name) for name, p in given if name is not None}
     left = {id(p) for _, p in given}
-    live, found = _Live(left), []
+    live, found = _LiveModules(left), []
     while (smallest := live.smallest(left)) is not None:
         chain = live.chain(smallest)
         held = live.held[smallest] & left
-        found.append(Found(_model_in(chain, held, names), chain[-1]))
+        found.append(FoundModel(_model_in(chain, held, names), chain[-1]))
         left -= held
     return found
 
 
 def _model_in(chain: Sequence[nn.Module], held: Set[int], names: Mapping[int, str]) -> nn.Module:
-    """The model of parameters ``held`` among modules, each around the one before: the first in
-    which they have their names. Without names a layer, a block of a list, or the only part that is
-    trained belongs to what is around it."""
+    """Choose the model of parameters ``held`` from a chain of modules, each inside the next: the
+    first in which they have the given names. Without names, a single layer, an item of a list, or
+    a module with all trainable parameters of its parent is taken to be part of its parent."""
     if held <= names.keys():
         for module in chain:
             known = names_in(module)
@@ -387,18 +387,18 @@ def _model_in(chain: Sequence[nn.Module], held: Set[int], names: Mapping[int, st
     start = min(max([int(is_layer), *(i + 1 for i in lists)]), len(chain) - 1)
     for module, around in zip(chain[start:], chain[start + 1 :]):
         if any(p.requires_grad and id(p) not in held for p in around.parameters()):
-            return module  # as a generator beside its discriminator
+            return module  # such as a generator beside its discriminator
     return chain[-1]
 
 
-class _Live:
-    """All live modules, and garbage; ``held``: ids of wanted parameters in each and below it."""
+class _LiveModules:
+    """All live modules, garbage included; ``held`` has the ids of wanted parameters inside each."""
 
     def __init__(self, wanted: Set[int]) -> None:
         modules = _live_modules()
         uses = _uses(modules, wanted)
         if {i for _, i in uses} != wanted:
-            reshard(modules)  # FSDP2 shows other parameters while a unit is gathered
+            reshard(modules)  # a gathered FSDP2 unit shows its unsharded parameters
             uses = _uses(modules, wanted)
         if {i for _, i in uses} != wanted and gc.get_freeze_count():
             modules = _live_modules(also_frozen=True)
@@ -407,7 +407,7 @@ class _Live:
         own, copies = grouped(uses), _copied_lists(modules)
         for module in _copied_parameters(own):
             del own[module]
-        # Itself and all below.
+        # Each module with all of its descendants.
         self._inside = {m: {*m.modules()} for m in modules if m not in copies}
         self._uses = {
             module: [i for holder in own.keys() & inside for i in own[holder]]
@@ -416,14 +416,14 @@ class _Live:
         self.held = {module: {*ids} for module, ids in self._uses.items()}
 
     def smallest(self, wanted: Set[int]) -> nn.Module | None:
-        """The module that holds most of these parameters, in most places, and is the smallest."""
+        """Return the smallest of the modules with the most of these parameters and their uses."""
         ranked = {m: (len(held & wanted), len(self._uses[m])) for m, held in self.held.items()}
         most = max(ranked.values(), default=(0, 0))
         best = [m for m, rank in ranked.items() if rank == most] if most[0] else []
         return min(best, key=lambda m: len(self._inside[m]), default=None)
 
     def chain(self, module: nn.Module) -> list[nn.Module]:
-        """It and, one around the other, the modules that contain all that contains it."""
+        """Return the module, then the modules around it that contain all of its parents."""
         found = [module]
         while parents := {m for m in self._inside if found[-1] in m.children()}:
             common = [m for m, of in self._inside.items() if parents <= of and m not in found]
@@ -438,12 +438,12 @@ def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Modul
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters that a module holds itself, with their names in it."""
+    """Return the parameters that the module holds directly, with their local names."""
     return [*module.named_parameters(recurse=False, remove_duplicate=False)]
 
 
 def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Lists that no module contains of what another contains: ``nn.ModuleList(m.children())``."""
+    """Find top-level lists of another module's children, as ``nn.ModuleList(m.children())``."""
     inside = {child for module in modules for child in module.children()}
     lists = [m for m in modules if type(m) in LISTS and m not in inside]
     parts = {m: {*m.children()} for m in lists}
@@ -452,8 +452,8 @@ def _copied_lists(modules: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def _copied_parameters(own: Mapping[nn.Module, Sequence[int]]) -> list[nn.Module]:
-    """Those of which smaller modules hold each parameter too, as a ``ParameterDict`` of a model's;
-    ``own`` are the wanted ones of each module."""
+    """Find modules whose every wanted parameter is also in a smaller module, such as a
+    ``ParameterDict`` of a model's parameters; ``own`` maps modules to wanted ids."""
     lists = nn.ParameterList, nn.ParameterDict
     holders = grouped((i, module) for module, ids in own.items() for i in ids)
     every = {module: {id(p) for _, p in _own(module)} for module in own}
@@ -470,8 +470,8 @@ def _copied_parameters(own: Mapping[nn.Module, Sequence[int]]) -> list[nn.Module
 
 
 def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
-    """All that Python's garbage collector lists: of what was frozen nothing, unless it is thawed;
-    to freeze it again freezes all the rest as well."""
+    """List all modules that the garbage collector tracks. Frozen objects (`gc.freeze`) appear only
+    after a thaw, and freezing them again also freezes everything else."""
     kinds = [nn.Module]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
@@ -482,25 +482,25 @@ def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
     if also_frozen:
         gc.freeze()
     modules: Any = compress(objects, map({*kinds}.__contains__, map(type, objects)))
-    # Another thread may be at work in `nn.Module.__init__`.
+    # Another thread may be inside `nn.Module.__init__`.
     return [m for m in modules if {"_parameters", "_modules"} <= vars(m).keys()]
 
 
 # ---- hyperparameters ---------------------------------------------------------------------
 
-# They decide what state there is, so that they cannot change.
+# These decide which state exists, so they cannot change after planning.
 BOUND = "variant", "momentum_dtype"
 
 
 def completed(
     group: Group, algorithms: Collection[Algorithm], muon: Group, adamw: Mapping[str, Any]
 ) -> Group:
-    """The hyperparameters of a group with such parameters, and whatever else the user put there,
-    for `check_group` to find.
+    """Return a group's hyperparameters for these algorithms and all other keys of the user, which
+    `check_group` checks.
 
-    What a group says wins over the defaults, ``muon`` and ``adamw``, for all of its parameters: its
-    ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr`` or
-    ``adamw_weight_decay`` as well."""
+    Values in the group override the defaults, ``muon`` and ``adamw``, for all of its parameters:
+    its ``lr`` and ``weight_decay`` apply to both algorithms unless it also has ``adamw_lr`` or
+    ``adamw_weight_decay``."""
     idle = [k for k, v in group.items() if config.is_idle(k, v, in_group=True)]
     own = {k: v for k, v in group.items() if k not in (*MEMBERS, *idle)}
     if Algorithm.ADAMW not in algorithms:
@@ -532,11 +532,11 @@ def completed(
 
 
 def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) -> Group:
-    """The hyperparameters of param group ``number`` with such parameters, numbers as Python's own.
+    """Check the hyperparameters of param group ``number``; return them with Python numbers.
 
     Raises:
-        TypeError, ValueError: one is of a wrong type or out of range.
-        OwnershipError: one is missing, or a key asks for what would not be done.
+        TypeError, ValueError: a value has a wrong type or is out of range.
+        OwnershipError: a key is missing, or asks for a change that would not happen.
     """
     place = f" in opt.param_groups[{number}]"
     is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
@@ -564,8 +564,8 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
 
 
 def _instead(key: str, needed: Collection[str]) -> str | None:
-    """Advice on a key of which a group with these hyperparameters would miss something; None for
-    what is the user's own, and for hyperparameters of parameters that the group may have later."""
+    """Return advice on a key that the user expects to take effect and that is not read; None for
+    the user's own keys, and for hyperparameters of parameters that may be added later."""
     if key in config.FLAGS:
         return config.instead(key, needed)
     if key in _DEDICATE:
@@ -582,28 +582,28 @@ def _instead(key: str, needed: Collection[str]) -> str | None:
 
 
 def as_here(group: Group, now: Group) -> Group:
-    """A saved group over what it has ``now``, less what is not read here and changes no update."""
-    left = {k for k in group.keys() - now.keys() - _OURS if config.near(k, _KNOWN)}  # of others
+    """Overlay a saved group on ``now``, without keys that are not read here or change no update."""
+    left = {k for k in group.keys() - now.keys() - _OURS if config.near(k, _KNOWN)}  # foreign keys
     left |= {k for k in _OURS - now.keys() if f"adamw_{k}" in now}
     left |= {*_DEDICATE, *BOUND, *config.FLAGS} - {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k not in left}
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
-    """What ranks must have alike of a group, in lines; ``members``: its parameters."""
+    """List, in lines, what must agree on all ranks about a group; ``members``: its parameters."""
     values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *_DEDICATE}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]
 
 
 def _texts(values: Group) -> dict[str, str]:
-    # Not a tensor's own text, which names its device.
+    # A tensor's own repr would name its device.
     return {k: repr(v.tolist() if isinstance(v, Tensor) else v) for k, v in values.items()}
 
 
 class Accepted:
     """The planned param groups, checked again at each step where they may have changed; ``params``
-    are the parameters that each must still hold, ``digest`` what ranks compare."""
+    are the parameters that each must still hold, ``digest`` is compared across ranks."""
 
     def __init__(
         self, groups: Sequence[Group], algorithms: Sequence[Collection[Algorithm]]
@@ -612,13 +612,13 @@ class Accepted:
         self._algorithms = algorithms
         is_bound = [Algorithm.MUON in kinds for kinds in algorithms]
         self._bound = [{k: repr(g[k]) for k in BOUND if b} for g, b in zip(groups, is_bound)]
-        # Keys and hyperparameters that are known to be right.
+        # Keys and hyperparameters that have passed the checks.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
         self.digest = HyperDigest([0] * len(algorithms))
 
     def check(self, groups: Sequence[Group], count: int) -> None:
-        """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
-        Raises as `check_group`. Those that were added are checked when they are planned."""
+        """Check ``groups``, of which there must be ``count``, and turn their numbers into Python's.
+        Raises as `check_group`. Groups added since planning are checked when they are planned."""
         if len(groups) != count:
             raise OwnershipError(
                 f"opt.param_groups has {len(groups)} groups, but {count} were given: "
@@ -643,11 +643,11 @@ class Accepted:
                         f"and is {kept[key]!r} now: make a new dmuon.Muon with it"
                     )
             group.update(kept)
-            # Tensors and lists can change in place.
+            # Tensors and lists can change in place, so they are checked every time.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
             self._known[number] = ({*group} if lasting else set()), kept
             texts = {f"{k} of opt.param_groups[{number}]": v for k, v in _texts(kept).items()}
-            self.digest.texts = {**self.digest.texts, **texts}  # verdicts keep the one before
+            self.digest.texts = {**self.digest.texts, **texts}  # verdicts hold the previous dict
             self.digest.numbers[number] = zlib.crc32(repr(texts).encode())
             if "ns_steps" in kept:
                 self.digest.eps[number] = kept["eps"]

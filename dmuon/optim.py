@@ -1,6 +1,6 @@
 """`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and everything else (AdamW).
 
-The class comes first; below it are the checks of its arguments and of what was planned.
+The class comes first, then the checks of its arguments and of the plan.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dmuon.groups import (
     PROGRESS,
     Accepted,
     Group,
-    NamedGroups,
+    ParamGroups,
     check_group,
     completed,
     describe,
@@ -78,69 +78,69 @@ class Muon(Optimizer):
 
     ``lr`` to ``adjust_lr_fn`` are those of `torch.optim.Muon`; two defaults differ: Polar Express,
     and "match_rms_adamw", with which an AdamW learning rate carries over as a safe start; the best
-    one is often 3 to 10 times higher (docs/learning-rate.md).
+    rate is often 3 to 10 times higher (docs/learning-rate.md).
 
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
-    parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
+    parameters that ``param_groups`` hold by then: `DTensor` parameters in the `sharded` layout,
     others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
-    Call `dmuon.dedicate_params(model)` before to look first, or for another layout.
+    To look at the plan first, or for another layout, call `dmuon.dedicate_params(model)` before.
 
-    ``param_groups`` are the groups that were given, with the hyperparameters of `torch.optim.Muon`
-    for matrices, of `torch.optim.AdamW` for others. A group with both has Muon's and
+    ``param_groups`` are the groups you pass, with the hyperparameters of `torch.optim.Muon` for
+    matrices and of `torch.optim.AdamW` for others. A group with both has Muon's and
     ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and ``adamw_lr_ratio`` (over ``lr``).
 
     Args:
         params: a module (also in `DistributedDataParallel`), parameters, (name, parameter) pairs,
-            or group dicts of either. The live module that holds a parameter says how it is updated,
-            or its name where there is none; ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``)
-            of its group wins.
+            or group dicts of either. A parameter's algorithm follows from the live module that
+            holds it, or from its name if no module does; ``algorithm="muon"`` or ``"adamw"`` (or
+            ``use_muon=``) in its group wins.
         lr: a number, or a tensor of one element, which `step` reads.
-        adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
+        adjust_lr_fn: the factor on ``lr`` for an ``m x n`` matrix. None or "original":
             ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
             square of an update over ``lr``, ``number * sqrt(max(m, n))``; "match_rms_adamw": 0.2,
-            about that of AdamW's updates. Weight decay is never adjusted.
+            about the value of AdamW's updates. Weight decay is never adjusted.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
-        period: MuonBP (`sharded` layout only, docs/muonbp.md). An integer P takes a full step where
+        period: MuonBP (`sharded` layout only, docs/muonbp.md). An integer P takes a full step when
             the step count, from 0, is a multiple of P, and block steps between: each rank
-            orthogonalizes what it holds, without any traffic. `math.inf`: block steps only; a
-            function of the step count gives a period that changes, as `LinearPeriod` does.
-        block_lr_ratio: multiplies the learning rate of block steps; in theory between 1 and one
-            over the root of the number of blocks.
+            orthogonalizes the blocks it holds, without any traffic. `math.inf`: block steps only; a
+            function of the step count gives a varying period, as `LinearPeriod` does.
+        block_lr_ratio: multiplies the learning rate of block steps; in theory it lies between 1 and
+            one over the square root of the number of blocks.
         ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
-            "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
-            ranks differ.
+            "auto" is float16 on CUDA, bfloat16 on a CPU that supports it, and float32 otherwise or
+            where ranks differ.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
-            rank warns where a typical update is lost in the rounding of such parameters.
+            rank warns if rounding to the parameters' dtype would lose a typical update.
         nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
             parameters of the model, with a warning that names the first matrices (on an
             accelerator at the next step), and count it in `stats`; or "raise". Block steps skip
             the blocks with such gradients; all ranks learn of it, or raise, in the next full step,
             and with ``period=math.inf`` that rank alone warns or raises.
-        verify_every: after so many steps each rank recomputes the updates of some matrices and
-            compares what it stores; corruption raises on every rank (docs/reliability.md).
-        variant: a change of orthogonalized matrices: "normuon" (a second moment per row, arXiv
+        verify_every: after this many steps each rank recomputes the updates of some matrices and
+            compares them with its weights; corruption raises on every rank (docs/reliability.md).
+        variant: a change to orthogonalized matrices: "normuon" (a second moment per row, arXiv
             2510.05491) or an instance of a subclass of `dmuon.Rule` (docs/variants.md). Per group.
         cautious_weight_decay: decay only the elements that the update shrinks as well (arXiv
             2510.12402). Per group; matrices only.
-        momentum_dtype: "bfloat16" keeps momentum of float32 weights in half of the memory; it is
-            advanced in their dtype. None: that of the weights, float32 with masters. Per group.
-        adamw_lr: for AdamW's parameters; None means ``lr``.
-        adamw_weight_decay: for AdamW's parameters; None means ``weight_decay``.
-        dedicate: how it plans, as in `dmuon.dedicate_params`: ``{"heads": {"*.qkv.weight": 12}}``.
-        others: keywords of other optimizers: a value that is False or None, such as
-            ``foreach=False``, is ignored.
+        momentum_dtype: "bfloat16" keeps momentum of float32 weights in half the memory; it is
+            advanced in their dtype. None: the weights' dtype, float32 with masters. Per group.
+        adamw_lr: AdamW's learning rate; None means ``lr``.
+        adamw_weight_decay: AdamW's weight decay; None means ``weight_decay``.
+        dedicate: options of planning, as for `dmuon.dedicate_params`; a dict such as
+            ``{"heads": {"*.qkv.weight": 12}}``.
+        others: keywords of other optimizers, ignored if False or None, as in ``foreach=False``.
 
     Raises:
-        TypeError: a hyperparameter is of a wrong type, or there is no such keyword.
+        TypeError: a hyperparameter has a wrong type, or a keyword is unknown.
         ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
-            names tell what they are, or they do not fit the ownership. Errors of planning, such as
-            a launch without a process group, are raised at the first step, on every rank.
+            names identify them, or they do not fit the ownership. Errors of planning, such as a
+            launch without a process group, are raised at the first step, on every rank.
     """
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes `torch.amp.GradScaler` leave its scale and verdict to `step`; not in a closure,
-        which it never takes and where Lightning may clip the gradients."""
+        """Tell `torch.amp.GradScaler` to leave its scale and verdict to `step`, except in a
+        closure, which it never accepts and in which Lightning may clip the gradients."""
         return not self._run.in_closure
 
     def __init__(
@@ -191,7 +191,7 @@ class Muon(Optimizer):
         ownerships = ownerships_in(params, entries_of(given))
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
-        run = self._run = _Run(switches, NamedGroups(params))
+        run = self._run = _Run(switches, ParamGroups(params))
         asked = muon, adamw, period, dedicate
         made = attempt_in_all(transports, lambda: self._prepare(given, ownerships, *asked))
         _keep_compiler_out()
@@ -211,14 +211,14 @@ class Muon(Optimizer):
         period: Period,
         dedicate: Dedicate | None,
     ) -> list[Group]:
-        """The param groups, checked. Not a collective call: `_bind` compares ranks."""
+        """Check and complete the param groups. Not a collective call: `_bind` compares ranks."""
         run = self._run
         run.groups.defaults = muon.group(), adamw.group()
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
         run.asked = Request.of(dedicate, ownerships)
-        run.groups.how = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
+        run.groups.selection = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
         made = run.groups.read(given, routes_in(ownerships))
         if ownerships:
             _check_members(made, ownerships)
@@ -227,13 +227,13 @@ class Muon(Optimizer):
     # ---- param groups --------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, the same on every rank. After planning, the next full step plans again."""
+        """Add a group, the same on every rank. The next full step after planning plans again."""
         run = self._run
         if not run.ready:
             super().add_param_group(param_group)
             return
         (group,) = run.groups.read(read_groups([param_group]))
-        added = self.defaults.keys() - group.keys()  # by torch, to every group
+        added = self.defaults.keys() - group.keys()  # torch adds all defaults to every group
         try:
             super().add_param_group(group)
         except Exception:
@@ -244,7 +244,7 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups[-1:])
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The named parameters. Reads groups that Lightning's `BaseFinetuning` has appended."""
+        """Name the parameters. Also read groups that Lightning's `BaseFinetuning` has appended."""
         run = self._run
         if (added := self.param_groups[len(run.groups.names) :]) and not run.engines:
             for group, full in zip(added, run.groups.read(read_groups(added)), strict=True):
@@ -255,18 +255,18 @@ class Muon(Optimizer):
     # ---- planning ------------------------------------------------------------------------
 
     def _plan(self) -> _Run:
-        """Plan if that has not been done: a collective call."""
+        """Plan unless that has been done; a collective call."""
         run = self._run
         if not run.engines:
-            # dedicate_params may have been called since.
+            # dedicate_params may have been called since the optimizer was made.
             ownerships = ownerships_in(run.groups.passed, entries_of(self.param_groups))
-            # Whatever mode a report is asked for in, training goes on with what is made here.
+            # Training uses these tensors, even if a report was asked for in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._bind(ownerships or [self._new_ownership()])
         return run
 
     def _new_ownership(self, before: Ownership | None = None) -> Ownership:
-        """An ownership of the parameters that are in the groups now, which replaces ``before``."""
+        """Plan an ownership of the parameters in the groups, to replace ``before`` if given."""
         run = self._run
         request = replace(run.asked, ns_dtype=run.switches["ns_dtype"])
 
@@ -277,7 +277,7 @@ class Muon(Optimizer):
         return plan_groups(run.groups, self.param_groups, self._named, request, sizes, before)
 
     def _refusal(self) -> Exception | None:
-        """The error of ``param_groups``, if any; `NewParameters` if this step has to plan again."""
+        """Return the error of ``param_groups``, or `NewParameters` to plan again, or None."""
         run = self._run
         assert run.accepted is not None
         try:
@@ -288,9 +288,9 @@ class Muon(Optimizer):
         added = len(run.groups.names) - len(run.accepted.params)
         if name is None and not added:
             return None
-        what = f"param groups added since owners were planned: {added}"
+        change = f"param groups added since owners were planned: {added}"
         if name is not None:
-            what = (
+            change = (
                 f"parameter {name!r} was frozen when owners were planned (at dedicate_params, or "
                 "at the first step) and is trainable now"
             )
@@ -298,29 +298,29 @@ class Muon(Optimizer):
         if kept or len(run.ownerships) > 1:
             where = f"in the {kept[0]!r} layout" if kept else "with several ownerships"
             return OwnershipError(
-                f"{what}: {where} that takes a new optimizer. Call own.close(), "
+                f"{change}: {where} that takes a new optimizer. Call own.close(), "
                 "dmuon.dedicate_params(model) and dmuon.Muon again, and load the old state_dict"
             )
         if run.schedule.never_full:
             return OwnershipError(
-                f"{what}: that is planned in a full step, and period=math.inf takes none"
+                f"{change}: that is planned in a full step, and period=math.inf takes none"
             )
-        if not run.schedule.is_full(run.schedule.t):  # ranks could not agree on it
+        if not run.schedule.is_full(run.schedule.t):  # ranks can agree only in a full step
             return None
         return NewParameters(
-            f"{what}, but not on every rank: unfreeze, and add groups, on all of them before the "
+            f"{change}, but not on every rank: unfreeze, and add groups, on all of them before the "
             "same step"
         )
 
     def _plan_again(self, why: str) -> None:
-        """Plan what is trained now, and keep the state: a collective call."""
+        """Plan for the parameters trained now, and keep the state; a collective call."""
         run, began = self._run, time.perf_counter()
         (ownership,), (engine,) = run.ownerships, run.engines
         self.synchronize()
         with torch.inference_mode(False):
             entries = dict(self.state) | engine.saved_state()
             ownership.become(self._new_ownership(ownership))
-            # Kept here too, in case that binding fails.
+            # Also kept here, in case binding fails.
             run.loaded |= {n: entries[p] for n, p in self._named() if p in entries}
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
@@ -328,7 +328,7 @@ class Muon(Optimizer):
             log_plan(ownership.plan, time.perf_counter() - began, why)
 
     def _bind(self, ownerships: list[Ownership]) -> None:
-        """Make the engines: a collective call."""
+        """Make the engines; a collective call."""
         run, transports = self._run, [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         again = bool(run.engines)
@@ -342,7 +342,7 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        # Fixed speeds decide where no plan names a kernel, so that a resumed run has the same bits.
+        # Fixed speeds choose kernels that no plan names, so that a resumed run has the same bits.
         device = ownerships[0].runtime.device
         mine = resolve_ns_dtype(run.switches["ns_dtype"], device)
         asked = mine, choice.fixed_speeds(device, mine)
@@ -356,7 +356,7 @@ class Muon(Optimizer):
             self.state.clear()
 
         def make() -> list[str | None]:
-            """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
+            """Issue no collective: a rank may fail alone, for instance out of memory."""
             run.engines = []
             for o in ownerships:
                 on_params = isinstance(o.runtime, ParamsRuntime)
@@ -388,7 +388,7 @@ class Muon(Optimizer):
             warn(flaw)
 
     def _completed_for(self, ownerships: Sequence[Ownership]) -> list[Group]:
-        """The groups with the hyperparameters that their planned parameters need, checked."""
+        """Complete the groups with their planned parameters' hyperparameters, and check them."""
         run, groups = self._run, self._run.groups
         for ownership in ownerships:
             if ownership.runtime.units:
@@ -414,7 +414,7 @@ class Muon(Optimizer):
     def _state_sizes(
         self, specs: ModelSpecs, parameters: Iterable[Tensor], groups: Sequence[Group]
     ) -> StateSizes:
-        """Bytes of the state of ``parameters`` (in the order of the specs) in these groups."""
+        """Return the bytes of state of ``parameters``, in the order of the specs, in ``groups``."""
         masters = self._run.switches["master_weights"]
         group_of = {p: full for g, full in zip(self.param_groups, groups) for p in g["params"]}
         own = [group_of.get(p, {}) for p in parameters]
@@ -426,7 +426,7 @@ class Muon(Optimizer):
         return StateSizes(tuple(per_element), tuple(at_owners))
 
     def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
-        """In lines, what must be alike on all ranks; logical shapes, because of placeholders."""
+        """List, in lines, what must agree on all ranks: logical shapes, because of placeholders."""
         shapes = {p: spec.shape for p, (spec, _) in routes_in(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]
@@ -436,7 +436,7 @@ class Muon(Optimizer):
         return "\n".join(lines)
 
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
-        """Drop the engines, so that the next step plans anew."""
+        """Drop the engines, so that the next step plans again."""
         run = self._run
         run.engines, run.ownerships = [], []
         for ownership in ownerships:
@@ -461,11 +461,11 @@ class Muon(Optimizer):
 
         Raises:
             TypeError, ValueError: a hyperparameter in ``param_groups`` is wrong, or groups or
-                parameters are not those that were planned; nothing has changed.
-            ConsensusError: that is so on another rank, or ranks take full steps at different step
-                counts. Told in a full step (on an accelerator at the next `step`), where owners
-                have the gradients only if it was so at the end of backward; otherwise the other
-                ranks wait for that rank until the next collective times out.
+                parameters differ from the planned ones; nothing has changed.
+            ConsensusError: another rank has such an error, or ranks take full steps at different
+                step counts. It is raised in a full step (on an accelerator at the next `step`). If
+                owners hold gradients, the flaw must exist by the end of backward; otherwise the
+                other ranks wait for the failed rank until the next collective times out.
         """
         run = self._plan()
         if closure is None and self._makes_state_only():
@@ -500,9 +500,9 @@ class Muon(Optimizer):
         return loss
 
     def _launch(self, refusal: Exception | None, verifies: bool) -> None:
-        """The first part of a step, until updates may be on their way."""
+        """Run the first part of a step, up to the point where updates may be in transit."""
         run = self._run
-        # Set by `torch.amp.GradScaler`, which relies on skipped steps, around the call.
+        # `torch.amp.GradScaler` sets these around the call, and expects skipped steps.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in run.engines:
             refusal = engine.begin(amp, refusal) or refusal
@@ -518,7 +518,7 @@ class Muon(Optimizer):
                 if error is not refusal or known or not full:
                     raise
         if refusal is not None:
-            # Elsewhere this step counts: the others cannot know yet.
+            # On an accelerator this step counts, because other ranks cannot know of it yet.
             for engine in run.engines:
                 engine.finish()
             run.schedule.advance()
@@ -526,7 +526,7 @@ class Muon(Optimizer):
             raise refusal
 
     def _makes_state_only(self) -> bool:
-        """Whether all ranks make the step of torch's `get_state_dict`: lr and gradients are 0."""
+        """Whether all ranks take the step of torch's `get_state_dict`, with zero lr and grads."""
         run, groups = self._run, self.param_groups
         if run.schedule.t or any(float(group.get("lr", 1.0)) for group in groups):
             return False
@@ -544,7 +544,7 @@ class Muon(Optimizer):
         return is_due
 
     def _note_progress(self, groups: Iterable[Group]) -> None:
-        """Keep where the schedule is in the groups with matrices."""
+        """Record the position in the schedule in the groups with matrices."""
         progress = self._run.schedule.state()
         C10dTransport.steps = self._run.schedule.t
         for group in groups:
@@ -552,8 +552,8 @@ class Muon(Optimizer):
                 group.update((name, progress[key]) for key, name in PROGRESS.items())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those that owners hold beside ``p.grad`` included."""
-        # First, because a round that a failed backward left open still writes to p.grad.
+        """Clear all gradients, including those that owners hold besides ``p.grad``."""
+        # First, because an open round of a failed backward still writes to p.grad.
         for ownership in self._run.ownerships:
             ownership.runtime.zero_grad()
         super().zero_grad(set_to_none)
@@ -562,8 +562,8 @@ class Muon(Optimizer):
 
     @property
     def ownership(self) -> Ownership:
-        """Who owns which matrix; OwnershipError if the parameters have several ownerships. Plans
-        where that has not been done, which is a collective call."""
+        """The plan's ownership; OwnershipError if there are several. Plans if that has not been
+        done, which is a collective call."""
         found = self._plan().ownerships
         if len(found) > 1:
             raise OwnershipError(
@@ -572,8 +572,8 @@ class Muon(Optimizer):
         return found[0]
 
     def report(self) -> LoadBalanceReport:
-        """The load-balance report of the ownership, after a few steps with measured times beside
-        the predicted ones. A collective call where nothing is planned yet."""
+        """Return the load-balance report, after a few steps with measured times beside predicted
+        ones. A collective call if nothing is planned yet."""
         found, groups = self.ownership.report(), []
         for n, (group, by) in enumerate(zip(self.param_groups, self._run.groups.algorithms)):
             lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -592,7 +592,7 @@ class Muon(Optimizer):
                 ownership.runtime.synchronize()
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last step. No collective call, but it waits for pending updates.
+        """Return numbers of the last step. Not a collective call, but waits for pending updates.
 
         ``steps``, ``update_rms`` by matrix, ``ns_ms``, ``bytes`` and ``step_bytes`` by purpose,
         ``kernels``, ``finite``, ``skipped``, ``below_eps`` and ``full_step`` (docs/metrics.md).
@@ -607,9 +607,9 @@ class Muon(Optimizer):
         }
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step, for a logger (docs/metrics.md). No collective call, and no wait
-        for a device: where that is behind they are of the newest step that it has done since the
-        first call. What is not known has no key, so before the first step it is empty.
+        """Return numbers of the last step for a logger (docs/metrics.md). Issues no collective and
+        does not wait for a device: if that lags, the numbers are those of the newest step that it
+        has finished. Unknown numbers have no key, so the dict is empty before the first step.
         """
         run = self._run
         found = [engine.records() for engine in run.engines]
@@ -645,19 +645,19 @@ class Muon(Optimizer):
     # ---- state ---------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """As torch's optimizers, without the parameters' names."""
+        """Format as torch's optimizers do, without the parameters' names."""
         return re.sub(r"\n    param_names: .*", "", super().__repr__())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it, of whole parameters.
+        """Return whole parameters' state as `torch.optim.Muon` and `torch.optim.AdamW` name it.
 
-        In `replicated` the whole state, on any rank; in `sharded` distributed like the parameters;
-        where momentum lies with owners (``reduce_to_owner``, `dedicated`) by rows, which is a
-        collective call, as with a ``variant`` that keeps something. What is distributed
-        `torch.distributed.checkpoint` saves, and loads into any layout (docs/checkpoints.md).
+        In `replicated` any rank has the whole state; in `sharded` it is distributed like the
+        parameters; where momentum lies with owners (``reduce_to_owner``, `dedicated`), by rows,
+        which makes this a collective call, as does a ``variant`` with state. Distributed state can
+        be saved by `torch.distributed.checkpoint` and loaded into any layout (docs/checkpoints.md).
 
         Raises:
-            OwnershipError: momentum lies with owners, and another rank does not make this call.
+            OwnershipError: momentum lies with owners, and another rank does not call this.
         """
         self.synchronize()
         self._show_loaded()
@@ -670,23 +670,23 @@ class Muon(Optimizer):
             found = super().state_dict()
         finally:
             self.state.update(kept)
-        # Entries of its own: torchtune puts others into them before it loads them.
+        # New dicts, because torchtune changes these entries before it loads them.
         found["state"] = {key: dict(entry) for key, entry in found["state"].items()}
         for group in found["param_groups"]:
-            if isinstance(group.get("variant"), Rule):  # files hold plain values
+            if isinstance(group.get("variant"), Rule):  # files can hold plain values only
                 group["variant"] = repr(group["variant"])
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore what `state_dict` gave, in this layout or another, bit for bit where the
-        precision is the same. A collective call, but not before planning, until which it is kept.
+        """Restore a `state_dict`, of this layout or another, bit for bit where the precision is the
+        same. A collective call after planning; before, the state is kept for the plan.
 
-        A list of the states of several optimizers that had these parameters between them, such as
+        A list of states of several optimizers that shared these parameters, such as
         ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`, gives momentum and moments by
         name or (without names) in order; hyperparameters stay as they are here.
 
         Raises:
-            OwnershipError: it is no optimizer's state, another model's, or has a wrong value;
+            OwnershipError: this is no optimizer's state, another model's, or has a wrong value;
                 nothing is changed.
             ConsensusError: another rank refuses it, or ranks load different states; nothing is
                 changed.
@@ -703,14 +703,14 @@ class Muon(Optimizer):
         for transport in transports:
             transport.meet(what)
         saved = attempt_in_all(transports, read, what=what, digest=SavedState.text)
-        # The base class casts state to the parameter's dtype; ours must come back exactly.
+        # The base class would cast state to the parameter's dtype and lose bits.
         kept, entries = dict(self.state), saved.entries
         super().load_state_dict({"state": {}, "param_groups": saved.groups})
         if run.engines:
             self.state.update(kept)
             self._load(entries)
         later = entries.keys() - (kept.keys() if run.engines else ())
-        # What is planned later takes its state over then; the given one may go on changing.
+        # Parameters planned later get a copy of their state, because the caller's may change.
         run.loaded = {
             name: {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries[p].items()}
             for name, p in self._named()
@@ -722,7 +722,7 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups)
         known = (n for n, p in self._named() if p.requires_grad and p not in entries)
         lost = [name for name in known if name in run.groups.routes]
-        if entries and lost:  # whose state begins anew, beside that of others
+        if entries and lost:  # their state begins at zero, unlike that of other parameters
             warn(
                 f"dmuon: the optimizer state has nothing of {len(lost)} trainable parameters, such "
                 f"as {first_of(lost)}: their momentum, or AdamW's moments, begin at zero. That is "
@@ -730,7 +730,7 @@ class Muon(Optimizer):
             )
 
     def _show_loaded(self) -> None:
-        """Show what was loaded before planning in ``state``."""
+        """Show state that was loaded before planning in ``state``."""
         if (loaded := self._run.loaded) and not self._run.engines:
             self.state.clear()
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
@@ -742,7 +742,7 @@ class Muon(Optimizer):
 
 
 def _combined(values: Sequence[Any], path: str = "") -> Any:
-    """`Engine.stats` of all engines in one: dicts key by key, bytes added up."""
+    """Combine `Engine.stats` of all engines: merge dicts key by key, add up bytes."""
     if path == "/update_rms":
         joint: dict[str, float] = {}
         for number, rms in enumerate(values):  # two models may use the same names
@@ -751,7 +751,7 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
     if isinstance(values[0], dict):
         keys = dict.fromkeys(chain(*values))
         return {k: _combined([v[k] for v in values if k in v], f"{path}/{k}") for k in keys}
-    if isinstance(values[0], str):  # what ran
+    if isinstance(values[0], str):  # descriptions of kernels
         return " and ".join(dict.fromkeys(values))
     if "bytes" in path:
         return sum(values)
@@ -759,7 +759,7 @@ def _combined(values: Sequence[Any], path: str = "") -> Any:
 
 
 def _betas_of(given: dict[str, Any], named: tuple[float, float]) -> tuple[float, float]:
-    """AdamW's betas, taken from ``given`` where their retired name was passed."""
+    """Return AdamW's betas, from ``given`` if their retired name was passed."""
     found = given.pop("adamw_betas", named)
     if found != named != (0.9, 0.95):
         raise TypeError(
@@ -769,7 +769,7 @@ def _betas_of(given: dict[str, Any], named: tuple[float, float]) -> tuple[float,
 
 
 def _instead(name: str) -> str:
-    """Advice on a keyword that `Muon` does not have."""
+    """Advise on a keyword that `Muon` does not have."""
     if name in MEMBERS:
         return f"it is a key of a param group, [{{'params': ..., {name!r}: ...}}, ...]"
     if name in {f.name for f in fields(Request)}:
@@ -779,19 +779,19 @@ def _instead(name: str) -> str:
 
 @dataclass(eq=False)
 class _Run:
-    """All that changes about an optimizer: writes to one that a framework (Lightning) puts in front
-    of it would not reach it, reads do."""
+    """The mutable part of an optimizer. A framework (Lightning) may wrap the optimizer in an object
+    that forwards reads but not writes of attributes, so they are written here instead."""
 
     switches: dict[str, Any]
-    groups: NamedGroups
+    groups: ParamGroups
     ready: bool = False
     in_closure: bool = False
     schedule: Schedule = field(default_factory=lambda: Schedule(1))
     asked: Request = Request()  # noqa: RUF009  frozen
     verified: int = 0
-    # State that waits for the plan, by name.
+    # Loaded state by name, until the plan is made.
     loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Once it is planned:
+    # Set by planning:
     frozen: list[tuple[str, Any]] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     ownerships: list[Ownership] = field(default_factory=list)
@@ -799,7 +799,7 @@ class _Run:
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
-    """Each planned parameter must be in exactly one group, and each trainable one planned."""
+    """Check that each planned parameter is in exactly one group, each trainable one planned."""
     names = {p: spec.name for p, (spec, _) in routes_in(ownerships).items()}
     seen: dict[Tensor, int] = {}
     for number, group in enumerate(groups):
@@ -827,7 +827,7 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
 
 
 def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
-    """Raise OwnershipError for block steps, or masters, where there can be none."""
+    """Raise OwnershipError for block steps or masters in layouts that do not support them."""
     ratio = run.switches["block_lr_ratio"]
     for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
         if not run.schedule.always_full or ratio is not None:
@@ -846,7 +846,7 @@ def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
 
 
 def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
-    """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
+    """Raise ValueError if a kernel that the options or the plan name cannot run here."""
     options, device, plan = ownership.asked.kernels, ownership.runtime.device, ownership.plan
     if options.cuda_graphs and devices.of(device).graphs() is None:
         raise ValueError(
@@ -871,7 +871,7 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
 
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
-    """A warning, on one rank, if kernels were chosen for another Newton-Schulz dtype."""
+    """Return a warning, on one rank, if kernels were chosen for another Newton-Schulz dtype."""
     batches = chain.from_iterable(o.plan.batches for o in ownerships if o.rank == 0)
     found = {KernelChoice.parse(batch.kernel).dtype for batch in batches if batch.kernel}
     if not (others := sorted(found - {dtype_name(dtype)})):
@@ -884,11 +884,11 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
 
 
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
-    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding: by
-    root mean squares over the matrices of a param group and dtype that the rank stores. Entries of
-    an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``."""
+    """Return a warning, on one rank, if rounding would lose typical updates of half-precision
+    weights. It compares root mean squares over the matrices of a param group and dtype that the
+    rank stores. Entries of an orthogonal ``m x n`` matrix have ``1 / sqrt(max(m, n))``."""
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-    # By group and dtype: weights, their updates' sums of squares, and how many elements those have.
+    # By group and dtype: weights, sums of squares of their updates, and numbers of elements.
     found: dict[tuple[int, torch.dtype], list[tuple[Tensor, float, int]]] = defaultdict(list)
     for ownership in ownerships:
         plan = ownership.plan
@@ -909,7 +909,7 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         weight = norm / math.sqrt(sum(w.numel() for w in weights))
-        info = torch.finfo(dtype)  # `math.ulp` is that of float64, of 53 bits
+        info = torch.finfo(dtype)  # `math.ulp` is for float64, which has 53 bits
         half_ulp = 2.0**51 * info.eps * math.ulp(max(weight, info.smallest_normal))
         if 0 < weight < math.inf and 0 < update < half_ulp:
             lost.append((update / half_ulp, update, weight, half_ulp, number, dtype))
@@ -927,14 +927,14 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
 
 @cache
 def _keep_compiler_out() -> None:
-    """Exclude our methods from a compiled training step, which would be cut into a hundred graphs
-    and time compiled kernels. Not at import, because this loads the compiler."""
+    """Exclude our methods from a compiled training step: it would be cut into a hundred graphs and
+    would time compiled kernels. Not at import, because this loads the compiler."""
     for name in ("step", "zero_grad", "synchronize"):
         setattr(Muon, name, torch.compiler.disable(getattr(Muon, name)))
 
 
 def hf_factory() -> type[Muon]:
-    """The factory for the `Trainer` of transformers (5.2 and newer):
-    ``optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3})``. Given the class itself, it would
-    make two groups, one of them without decay."""
+    """Return the class, for the `Trainer` of transformers (5.2 and newer):
+    ``optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3})``. If it got the class itself, it
+    would make two groups, one of them without decay."""
     return Muon

@@ -1,6 +1,6 @@
-"""A saved state of `Muon`: every check of what `load_state_dict` is given.
+"""Checks of a saved state of `Muon`, as passed to `load_state_dict`.
 
-`read_state` makes them, in the order of the functions below it, and changes nothing.
+`read_state` makes all of them, in the order of the functions below it, and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from torch import Tensor
 
 from dmuon.config import FINITE, Schedule, checked
 from dmuon.dtensors import local_tensor
-from dmuon.groups import PROGRESS, Group, NamedGroups, as_here, check_group, describe
+from dmuon.groups import PROGRESS, Group, ParamGroups, as_here, check_group, describe
 from dmuon.rule import MASTER, MOMENTUM, momentum_dtypes, rule_of
 from dmuon.scheduler.select import Route
 from dmuon.scheduler.specs import canonical_name
 from dmuon.tensors import not_finite
 from dmuon.types import Algorithm, OwnershipError, first_of
 
-# The keys that an entry must have, as in torch.optim, by what updates its parameter.
+# The keys that an entry must have, named as in torch.optim, by the algorithm of its parameter.
 _NEEDED = {Algorithm.MUON: (MOMENTUM,), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step")}
 
 
 class SavedState(NamedTuple):
-    """A state that fits: param groups, entries by parameter, where the schedule was if it says."""
+    """A checked state: param groups, entries by parameter, and the schedule's position if saved."""
 
     groups: list[Group]
     entries: dict[Any, Any]
     progress: dict[str, Any] | None
 
     def text(self) -> str:
-        """In lines, what must be alike on all ranks."""
+        """List, in lines, what must agree on all ranks."""
         groups = (describe(g, n, len(g["params"])) for n, g in enumerate(self.groups))
         entries = ([(k, type(v).__name__) for k, v in e.items()] for e in self.entries.values())
         return "\n".join([*chain.from_iterable(groups), *map(str, map(sorted, entries))])
 
 
 def read_state(
-    given: Any, here: Sequence[Group], parameters: NamedGroups, schedule: Schedule, masters: bool
+    given: Any, here: Sequence[Group], parameters: ParamGroups, schedule: Schedule, masters: bool
 ) -> SavedState:
-    """The state ``given`` for an optimizer with the param groups ``here``; ``masters``: it keeps
-    master weights."""
+    """Check ``given`` for an optimizer with the param groups ``here``; ``masters`` says whether it
+    keeps master weights."""
     is_list = isinstance(given, list | tuple)
     for state in given if is_list else [given]:
         _check_form(state)
     named = parameters.named(here)
     if is_list:
-        # Hyperparameters stay as they are here.
+        # Hyperparameters keep the values of this optimizer.
         groups = [group | {"params": [*range(len(group["params"]))]} for group in here]
         entries = _joined(given, named, parameters)
     else:
@@ -102,7 +102,7 @@ def _check_form(given: Any) -> None:
 def _by_parameter(
     given: Mapping[str, Any], here: Sequence[Group], named: Sequence[tuple[str, Any]]
 ) -> dict[Any, Any]:
-    """The entries of one state, by number, or by name as torch's distributed checkpoint has it."""
+    """Map parameters to one state's entries, keyed by number, or by name as torch's DCP does."""
     groups, entries = given["param_groups"], given["state"]
     keys = [key for group in groups for key in group["params"]]
     if len(keys) != len(named) or len(groups) != len(here):
@@ -135,11 +135,11 @@ def _by_parameter(
 
 
 def _joined(
-    given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: NamedGroups
+    given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: ParamGroups
 ) -> dict[Any, Any]:
-    """The entries of several states that have the parameters between them; without names in order,
-    those with momentum for matrices, the others for the rest, or for all. What AdamW kept of a
-    matrix is left out."""
+    """Combine several states that cover the parameters together. Without names the order counts:
+    states with momentum fill matrices, the others fill the rest, or all parameters. AdamW's entries
+    of matrices are dropped."""
     routes = parameters.routes
     trained = {name: p for name, p in named if p.requires_grad and name in routes}
     groups = [(state, group) for state in given for group in state["param_groups"]]
@@ -173,7 +173,7 @@ def _joined(
 
 
 def _unprefixed(names: Sequence[str]) -> list[str]:
-    """Names of parameters without what all of them begin with.
+    """Strip the prefix that all parameter names share.
 
     >>> _unprefixed(["model.a.weight", "model.b.weight"]), _unprefixed(["a.weight", "b.weight"])
     (['a.weight', 'b.weight'], ['a.weight', 'b.weight'])
@@ -186,7 +186,7 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
 def _values_of(
     entry: Mapping[str, Any], p: Tensor, route: Route, group: Group, masters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one entry as they are kept here, which must be finite."""
+    """Yield the tensors of one entry, which must be finite in the dtype that keeps them here."""
     spec, matrices = route
     where = f"for parameter {spec.name!r}"
     needed = _NEEDED[spec.algorithm]
@@ -199,12 +199,12 @@ def _values_of(
         )
     wide = torch.promote_types(p.dtype, torch.float32) if masters else p.dtype
     momentum, _ = momentum_dtypes(group.get("momentum_dtype"), p.dtype, masters)
-    # By key the shape, and the dtype that keeps it here where that must be a floating one.
+    # Shape by key, and the dtype that keeps the value here where it must be floating point.
     known: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
         key: (spec.shape, momentum if key == MOMENTUM else wide)
         for key in (MOMENTUM, MASTER, "exp_avg", "exp_avg_sq")
     }
-    for kept in rule_of(group).state:  # in a row, of all matrices; without, it begins at zero
+    for kept in rule_of(group).state:  # one row for all matrices; starts at zero if missing
         known[kept.name] = (sum(math.prod(kept.shape(*m.shape)) for m in matrices),), None
     for key in filter(known.__contains__, entry):
         value, (shape, dtype) = entry[key], known[key]
@@ -239,12 +239,12 @@ def _values_of(
 
 
 def _read_groups(
-    groups: list[Group], here: Sequence[Group], parameters: NamedGroups, schedule: Schedule
+    groups: list[Group], here: Sequence[Group], parameters: ParamGroups, schedule: Schedule
 ) -> dict[str, Any] | None:
-    """Where the schedule was. Gives ``groups`` what they lack, as torch's optimizers' do."""
+    """Return the schedule's position. Add missing keys to ``groups``, as torch's optimizers do."""
     progress = None
     for number, (group, now) in enumerate(zip(groups, here, strict=True)):
-        # Names are those of here: they say how parameters are routed.
+        # The current names apply, because they decide how parameters are routed.
         if group.get("param_names") != now.get("param_names"):
             group.pop("param_names", None)
         try:

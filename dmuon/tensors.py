@@ -1,9 +1,9 @@
-"""Many tensors at once: scaling, norms, whether all is finite; and how matrices are normalized.
+"""Operations on lists of tensors (scaling, norms, finiteness), and the normalization of matrices.
 
-Normalizing is in two halves, because shards of a matrix travel in the dtype of Newton-Schulz. Who
-holds a part multiplies it by a power of two (`into_range`), unless that changes no bit (`are_raw`),
-and casts it; who has the whole divides by its norm (`normalize_`). So the result depends neither on
-how a matrix was cut nor on how norms were summed.
+Normalization has two halves, because shards of a matrix travel in the Newton-Schulz dtype. The rank
+that holds a part multiplies it by a power of two (`into_range`), unless that would change no bit
+(`are_raw`), and casts it; the rank that has the whole matrix divides by its norm (`normalize_`). So
+the result depends neither on the cut of a matrix nor on the order in which norms were summed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dmuon.devices import host_can_read
 
-_SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
-_FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # a call costs more; copies leave the caches
-_PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
+_SAFE_NORMS = 1e-10, 1e15  # float32 matrices with such norms can be squared without scaling
+_FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # below, calls dominate; above, copies miss caches
+_PIECE = 4096  # elements per float32 sum of squares; norms of pieces are combined in float64
 
 
 class Tensors(tuple[Tensor, ...]):
-    """Tensors of one device that stay where they are: kernels look at each of them once."""
+    """Tensors of one device with fixed storage, so that kernels inspect each of them only once."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Tensors:
@@ -45,12 +45,12 @@ class Tensors(tuple[Tensor, ...]):
 
     @cached_property
     def are_flat(self) -> bool:
-        """Whether all are contiguous and of up to 32 bits."""
+        """Whether all are contiguous and at most 32 bits wide."""
         is_narrow = all(dtype.itemsize <= 4 for dtype in {*self.dtypes})
         return is_narrow and all(map(Tensor.is_contiguous, self))
 
     def part(self, first: int, last: int) -> Tensors:
-        """Some that follow each other, with what is known of them."""
+        """Return a contiguous range of the tensors along with their cached properties."""
         found = Tensors(self[first:last])
         for name in ("numels", "dtypes", "pointers"):
             found.__dict__[name] = getattr(self, name)[first:last]
@@ -69,30 +69,30 @@ def scale_all(tensors: TensorList, factor: float | Tensor) -> None:
     if isinstance(factor, Tensor):
         torch._foreach_mul_(tensors, list(factor.unbind()) if factor.ndim else factor)
     elif tensors[0].device.type == "cpu":
-        # There the list form with a number is four times as slow, and rounds it to the tensors'
-        # dtype first: in bfloat16 a decay of 0.998 would be 1.
+        # On a CPU the list form with a number is four times as slow, and rounds the number to
+        # the tensors' dtype first: in bfloat16 a decay of 0.998 would be 1.
         torch._foreach_mul_(tensors, torch.full((), factor, dtype=torch.float64))
     else:
         torch._foreach_mul_(tensors, factor)
 
 
 def scale_into(out: Tensor, stack: Tensor, scales: Tensor) -> None:
-    """``out[i] = stack[i] * scales[i]``, computed in float32 or wider and rounded once. ``scales``
-    is ``[b]``, float32 or wider, on the stack's device. ``stack`` may be overwritten."""
+    """Compute ``out[i] = stack[i] * scales[i]`` in float32 or wider, rounded once. ``scales`` is
+    ``[b]``, float32 or wider, on the stack's device. ``stack`` may be overwritten."""
     factors = scales.view(-1, *(1,) * (stack.ndim - 1))
     is_wide = stack.dtype.itemsize >= 4
     if out.device != stack.device:  # CPU offload
         out.copy_(stack * factors, non_blocking=True)
     elif stack.device.type == "cpu" and is_wide and out.dtype is not stack.dtype:
-        out.copy_(stack.mul_(factors))  # faster there than to cast as it multiplies
+        out.copy_(stack.mul_(factors))  # faster on a CPU than casting while multiplying
     else:
         torch.mul(stack, factors, out=out)
 
 
 def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
-    """The norms of the rows of ``[count, numel]`` in float64.
+    """Write the norms of the rows of ``[count, numel]``, in float64, to ``out``.
 
-    On a CPU right to 1e-7 where `squares_fit`; ``exact``: right anyway, from 1e-30 to 1e30.
+    On a CPU they are accurate to 1e-7 where `squares_fit`; with ``exact``, from 1e-30 to 1e30.
     """
     numel = stack.shape[1]
     if stack.device.type != "cpu":
@@ -101,7 +101,7 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
     if exact or stack.dtype is torch.float64:
         torch.linalg.vector_norm(stack, dim=1, dtype=torch.float64, out=out)
         return
-    # There the conversion to float64 takes ten times as long as the norm.
+    # On a CPU converting to float64 takes ten times as long as the norm.
     even = numel // _PIECE * _PIECE
     parts = []
     if even:
@@ -115,8 +115,8 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
 
 
 def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """The norm of each tensor in float64, so that no square overflows or vanishes. On an
-    accelerator a list is converted as it is read; one tensor would be copied first."""
+    """Return the norm of each tensor in float64, so that no square overflows or underflows. The
+    list form converts on the fly on an accelerator; a single tensor would be copied first."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for n, t in enumerate(tensors):
         alike[t.device, t.dtype].append(n)
@@ -128,14 +128,14 @@ def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
-    """Which norms have squares far from overflow and (unless they may) vanishing in float32."""
+    """Mark norms whose squares neither overflow nor (unless they may) underflow in float32."""
     return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
 def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norms of tensors of one device, ``[n]`` float64: finite where all elements are."""
+    """Return norms of one device's tensors, ``[n]`` float64: finite where all elements are."""
     if host_can_read(tensors[0].device):
-        # There float64 is slow, and long sums in float32 are off: it joins the norms of parts.
+        # On a CPU float64 is slow and long float32 sums are inexact: combine norms of parts.
         wide = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
         norm, most = torch.linalg.vector_norm, _MANY_ELEMENTS
         is_small = tensors[0].numel() <= min(_FEW_ELEMENTS, most // len(tensors))
@@ -153,7 +153,7 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of those tensors, none of which is empty, that have a value that is not finite."""
+    """Return the names of the tensors that have a non-finite value. No tensor may be empty."""
     found = []
     for device in {tensor.device for _, tensor in named}:
         some = [(name, tensor) for name, tensor in named if tensor.device == device]
@@ -169,15 +169,15 @@ def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
 def normalize(
     x: Tensor, dtype: torch.dtype, eps: float = 1e-7, *, out: Tensor | None = None
 ) -> Tensor:
-    """`x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, as torch.optim.Muon computes it:
-    `x` is rounded to `dtype`, and that is divided by its norm.
+    """Compute `x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, as torch.optim.Muon does:
+    `x` is rounded to `dtype`, then divided by its norm.
 
-    It is scaled by a power of two before, so that nothing overflows or vanishes. A matrix with an
-    inf or a nan becomes nan throughout, a zero matrix stays zero. The result is written to ``out``
-    if there is one, of x's shape and of `dtype`.
+    Each matrix is first scaled by a power of two so that nothing overflows or underflows. A matrix
+    with an inf or a nan becomes nan throughout; a zero matrix stays zero. The result is written to
+    ``out``, if given, which has x's shape and `dtype`.
     """
     if out is None and x.numel() and may_look(x, dtype):
-        # In half as many passes, to the same bits: scaling by a power of two changes no mantissa.
+        # Half as many passes and the same bits: scaling by a power of two changes no mantissa.
         y = x.to(dtype, copy=dtype.itemsize < 4)
         norms = norms_of(y)
         if are_safe(norms, eps):
@@ -193,7 +193,7 @@ def scaled(
     out: Tensor | None = None,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """The first half of `normalize`; ``norms`` are those of `norms_of`, where they are known."""
+    """Do the first half of `normalize`; ``norms`` are the results of `norms_of`, where known."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
     if may_look(x, dtype):
@@ -216,22 +216,22 @@ def scaled(
 
 
 def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
-    """The factors by which matrices of these norms are multiplied before `normalize_`: the power of
-    two that brings the norm into [2, 4), or 1 / eps below eps; nan where it is not finite."""
+    """Return the factor that multiplies each matrix before `normalize_`: the power of two that
+    brings its norm into [2, 4), 1 / eps for norms below eps, nan for non-finite norms."""
     return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
 
 
 def are_raw(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
-    """Whether matrices of these dtypes need no scaling before they travel to where `normalize_` is:
-    they have one range, and the host can look there whether squares fit."""
+    """Whether matrices of these dtypes need no scaling before they travel to the rank that
+    normalizes them: they share one range, and the host can check there whether squares fit."""
     return host_can_read(device) and set(dtypes) <= {torch.float32, torch.bfloat16}
 
 
 def normalize_(x: Tensor, norms: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Divide every matrix of `[..., m, n]` by its norm or by ``eps``, whichever is larger, in
-    place; or by these ``norms`` of matrices of which `x` is a part.
+    place. If `x` holds parts of matrices, ``norms`` are the norms of the whole matrices.
 
-    No ``eps``: the matrices have been scaled (`into_range`), and are divided by norms above 1.
+    Without ``eps`` the matrices must have been scaled (`into_range`); norms below 1 count as 1.
     """
     if norms is None:
         norms = norms_of(x)
@@ -242,10 +242,10 @@ def normalize_(x: Tensor, norms: Tensor | None = None, eps: float | None = None)
 
 
 def divide_(x: Tensor, norms: Tensor) -> Tensor:
-    """Divide matrices by their norms, in place: in float32 or wider, and rounded once."""
+    """Divide matrices by their norms in place, in float32 or wider, and round once."""
     if not x.is_cpu or x.dtype.itemsize >= 4:
         return torch.div(x, norms, out=x)
-    # There torch would make two copies in float32. By a 0-d tensor it divides as it reads.
+    # On a CPU torch would make two float32 copies. It divides by a 0-d tensor as it reads.
     if x.shape[-2] * x.shape[-1] < _FEW_ELEMENTS or not x.is_contiguous():
         return x.copy_(x.float().div_(norms))
     if x.numel() == x.shape[-2] * x.shape[-1]:
@@ -256,26 +256,26 @@ def divide_(x: Tensor, norms: Tensor) -> Tensor:
 
 
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the host may read norms without waiting, and `x` and `dtype` have one range."""
+    """Whether the host may read norms without waiting, and `x` and `dtype` share one range."""
     if torch.compiler.is_compiling() or not host_can_read(x.device):
         return False
     return {x.dtype, dtype} <= {torch.float32, torch.bfloat16}
 
 
 def are_safe(norms: Tensor, eps: float, *, and_zero: bool = False) -> bool:
-    """Whether no square overflows, and none vanishes that matters. False for a nan. ``and_zero``:
-    a norm of zero is safe where what vanishes would be damped anyway."""
+    """Whether no square overflows and no relevant one underflows; False for a nan. ``and_zero``: a
+    norm of zero is safe too if ``eps`` would dominate anything that underflowed."""
     least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
     zero = 0.0 if and_zero and eps > 1e-15 else math.nan
     return all(least <= value <= most or value == zero for value in norms.view(-1).tolist())
 
 
 def norms_of(y: Tensor) -> Tensor:
-    """Norms `[..., 1, 1]` of matrices, by rows: one float32 sum over a large one is off by 0.5%."""
+    """Return norms `[..., 1, 1]`, by rows first: one long float32 sum would be off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True, dtype=wide)
     if y.is_cpu and y.dtype is not wide and y.numel() > _MANY_ELEMENTS and y.is_contiguous():
-        # There torch converts all of it first, into memory that is new each time.
+        # On a CPU torch would first convert all of it into newly allocated memory.
         parts = y.view(-1, y.shape[-1]).split(max(1, _MANY_ELEMENTS // y.shape[-1]))
         rows = torch.cat([norm(part) for part in parts]).view(*y.shape[:-1], 1)
     else:

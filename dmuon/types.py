@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 Triple = tuple[float, float, float]
-# What a string may be, for type checkers: the values are checked when the program runs.
+# Values of string options for type checkers. The same values are checked at run time.
 LayoutName = Literal["auto", "sharded", "replicated", "dedicated"]
 SolverName = Literal["auto", "milp", "greedy", "round_robin"]
 BackendName = Literal["auto", "torch", "torch_strips", "torch_rounded", "triton", "triton_small"]
@@ -42,7 +42,7 @@ class OthersFlags(TypedDict, total=False):
 
 
 Select = Callable[[str, "Tensor"], bool]
-# By name pattern: what docs/routing.md says of splits and heads.
+# Both map name patterns; docs/routing.md describes the values.
 Splits = Mapping[str, str | Sequence[int] | Mapping[str, Any]]
 Heads = Mapping[str, int | Mapping[str, Any]]
 INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
@@ -50,7 +50,7 @@ INTERLEAVED = "Interleaved shards cannot be routed; shard it with fully_shard or
 
 @dataclass(slots=True)
 class HyperDigest:
-    """What ranks compare of all param groups: a number each, texts by name; ``eps`` of Muon's."""
+    """The hyperparameters that ranks compare: a number per group, texts by name, Muon's eps."""
 
     numbers: list[int]
     texts: dict[str, str] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class HyperDigest:
 
 
 class Layout(str, Enum):
-    """Where parameters and momentum live between steps. REDUCED, `replicated` with
-    ``reduce_to_owner=True``, keeps momentum with the owners, as `dedicated` does."""
+    """Where parameters and momentum live between steps. REDUCED is `replicated` with
+    ``reduce_to_owner=True``: it keeps momentum with the owners, as `dedicated` does."""
 
     AUTO = "auto"
     SHARDED = "sharded"
@@ -81,15 +81,15 @@ class Algorithm(str, Enum):
 
 
 class State(Enum):
-    """A state of what ranks do together: its label, and the names of the states that may follow.
-    None depends on time, so the collectives issued in a state are the same on every rank."""
+    """A state that all ranks share: its label and the names of the states that may follow. No
+    transition depends on timing, so every rank issues the same collectives in a state."""
 
     def __init__(self, label: str, follows: str) -> None:
         self.label = label
         self.follows = follows.split()
 
     def to(self, new: S) -> S:
-        """``new``, which may be the same state; RuntimeError, a bug, if it may not follow."""
+        """Return ``new``, the same state or one that may follow; RuntimeError, a bug, otherwise."""
         if new is not self and new.name not in self.follows:
             raise RuntimeError(
                 f"internal error of dmuon: {type(self).__name__} cannot change from {self.name} to "
@@ -100,7 +100,7 @@ class State(Enum):
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> defaultdict[K, list[V]]:
-    """The values of (key, value) by key, in their order.
+    """Group the values of (key, value) pairs by key, in their order.
 
     >>> dict(grouped((n % 2, n) for n in range(5)))
     {0: [0, 2, 4], 1: [1, 3]}
@@ -117,7 +117,7 @@ def runs_of(
     most: int,
     kind: Callable[[V], object] = lambda _: None,
 ) -> Iterator[list[V]]:
-    """``members`` in their order, cut where their kind changes and once ``most`` is reached.
+    """Cut ``members``, in order, where their kind changes and once their size reaches ``most``.
 
     >>> list(runs_of("aaabb", lambda c: 2, 4, kind=str))
     [['a', 'a'], ['a'], ['b', 'b']]
@@ -135,7 +135,7 @@ def runs_of(
 
 
 def printable(text: str) -> str:
-    """``text``, in lines, with escapes for what a terminal or a browser would not show but obey.
+    """Escape the characters of ``text``, except newlines, that a terminal would obey, not show.
 
     >>> printable("blocks.\\x1b[2J.weight")
     'blocks.\\\\x1b[2J.weight'
@@ -146,22 +146,22 @@ def printable(text: str) -> str:
 
 
 class DmuonError(ValueError):
-    """Base class of the errors that a user can mend."""
+    """The base class of errors that a user can fix."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # names of parameters may be anyone's
+        return printable(super().__str__())  # parameter names may hold any character
 
 
 class SelectionError(DmuonError):
-    """The choice or the splitting of matrices does not fit the model."""
+    """The selection or splitting of matrices does not fit the model."""
 
 
 class PlanError(DmuonError):
-    """A plan is invalid, or none can be made."""
+    """A plan is invalid, or no plan exists."""
 
 
 class SizeError(PlanError):
-    """A plan, or the proof of one, takes more work than can be waited for."""
+    """A plan, or the proof of its bound, would take too long to compute."""
 
 
 class OwnershipError(DmuonError):
@@ -169,17 +169,17 @@ class OwnershipError(DmuonError):
 
 
 class NewParameters(OwnershipError):
-    """Parameters are trained that were not planned. ``agreed``: on every rank."""
+    """Trained parameters are missing from the plan; ``agreed`` says whether every rank knows."""
 
     agreed = False
 
 
 class NonFiniteError(DmuonError, ArithmeticError):
-    """A gradient is not finite, and ``nonfinite="raise"`` was asked for; raised on every rank."""
+    """A gradient is not finite under ``nonfinite="raise"``; raised on every rank."""
 
 
 class CorruptionError(DmuonError):
-    """``verify_every`` found a weight that is not what the step should have made of it."""
+    """``verify_every`` found a weight that differs from the recomputed update."""
 
 
 class ConsensusError(DmuonError):
@@ -187,8 +187,8 @@ class ConsensusError(DmuonError):
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, of_rank: bool = False) -> None:
-    """Warn at the line that called dmuon, whatever torch puts between, and on rank 0 alone unless
-    it is ``of_rank``, a fact of this rank."""
+    """Warn at the line that called dmuon, even through frames of torch; on rank 0 alone unless
+    ``of_rank``, for a fact of this rank."""
     from torch import distributed as dist
 
     if not of_rank and dist.is_available() and dist.is_initialized() and dist.get_rank():
@@ -202,7 +202,7 @@ def warn(message: str, category: type[Warning] = RuntimeWarning, *, of_rank: boo
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:
-    """For messages.
+    """Join the first ``most`` names for a message.
 
     >>> first_of(["a", "b"]), first_of(["a", "b", "c", "d", "e"])
     ('a, b', 'a, b, c and 2 others')
@@ -221,11 +221,11 @@ _ROWS = re.compile("[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """How a batch is orthogonalized, so that ranks and restarts that share it agree to the bit.
+    """How a batch is orthogonalized; ranks and restarts that share the choice agree to the bit.
 
-    ``method``: "standard" or "gram", the latter with ``restarts`` (the steps after which X is
-    formed anew). ``backend`` and ``tile`` (of strips: the least rows): who multiplies, see
-    `dmuon.kernels.ops`. ``dtype``: the Newton-Schulz dtype that this was chosen for."""
+    ``method`` is "standard" or "gram"; "gram" has ``restarts``, the steps after which X is formed
+    anew. ``backend`` and ``tile`` (for strips, the least number of rows) name the products, see
+    `dmuon.kernels.ops`. ``dtype`` is the Newton-Schulz dtype that this was chosen for."""
 
     method: str
     restarts: tuple[int, ...]
@@ -244,7 +244,7 @@ class KernelChoice:
 
     @classmethod
     def parse(cls, text: str) -> KernelChoice:
-        """The choice that `str` wrote; ValueError for anything else.
+        """Parse a choice that `str` wrote; ValueError for any other text.
 
         >>> KernelChoice.parse("standard/torch/float32")
         KernelChoice(method='standard', restarts=(), backend='torch', dtype='float32', tile='')
