@@ -1,6 +1,6 @@
-"""`dedicate_params`: from a model and a mesh to an `Ownership`.
+"""`dedicate_params`: plan the ownership of a model on a mesh, and set up its layout.
 
-`assemble` has the steps; their functions stand below it in the same order.
+`assemble` lists the steps; the functions below it follow in the same order.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _OPTIONS: dict[Layout, type[Options]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """The model to plan, or the named parameters of an optimizer, whose specs ``routed`` gives and
-    whose module may be known too. ``before``: the ownership that is replaced. ``sizes``: the bytes
-    of the optimizer's state, as far as known."""
+    """The model to plan, or an optimizer's named parameters with the function ``routed`` that gives
+    their specs, and their model if known. ``before`` is the ownership to replace. ``sizes`` gives
+    the bytes of the optimizer's state, as far as known."""
 
     model: nn.Module | None
     named: dtensors.Named | None = None
@@ -91,11 +91,11 @@ class Given:
 
     @property
     def inner(self) -> nn.Module | None:
-        """The module without `DistributedDataParallel` around it."""
+        """The module inside `DistributedDataParallel`, or the model itself."""
         return self.model if self.ddp is None else self.ddp.module
 
     def trainable(self) -> dtensors.Named:
-        """In the order of the specs."""
+        """Return the trainable parameters with their names, in the order of the specs."""
         if self.named is not None:
             return [(name, p) for name, p in self.named if p.requires_grad]
         return trainable_parameters(self.inner) if isinstance(self.inner, nn.Module) else []
@@ -120,7 +120,7 @@ class Request:
 
     @classmethod
     def of(cls, dedicate: Mapping[str, Any] | None, planned: Sequence[Ownership]) -> Request:
-        """The ``dedicate=`` of an optimizer, or how its parameters were ``planned`` already."""
+        """Read an optimizer's ``dedicate=``, or how its parameters were ``planned`` already."""
         asked = dict(dedicate or {})
         known = [f.name for f in fields(cls) if f.name != "ns_dtype"]
         if unknown := sorted(asked.keys() - {*known}):
@@ -179,34 +179,34 @@ def dedicate_params(
 ) -> Ownership:
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
-    A collective call: every rank of ``mesh`` calls it with the same model and arguments. Without a
-    mesh: those of the model's largest mesh (`sharded`), of `DistributedDataParallel`, else all. A
-    plain module, and in the `dedicated` layout any module, starts from the weights of the mesh's
-    first rank; others keep their own.
+    A collective call: every rank of ``mesh`` makes it with the same model and arguments. Without
+    ``mesh`` it uses the model's largest mesh (`sharded`), the ranks of `DistributedDataParallel`,
+    or all ranks. A plain module, and any module in the `dedicated` layout, starts from the weights
+    of the mesh's first rank; other models keep theirs.
 
     Args:
         layout: "sharded" for a model with `DTensor` parameters (FSDP2, HSDP, tensor and expert
             parallelism), "replicated" for a plain module or `DistributedDataParallel`; "auto" looks
-            at the parameters. "dedicated": only its owner stores a matrix. Ask for it before
-            ``fully_shard(..., ignored_params=own.dedicated_params)``, or on a plain module, also on
+            at the parameters. "dedicated": only its owner stores a matrix. Choose it before
+            ``fully_shard(..., ignored_params=own.dedicated_params)``, or on a plain module, even on
             the meta device; a mesh of two axes, besides tensor parallelism, is (replicate, shard).
-        options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, as the layout is.
+        options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, matching the layout.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
-        splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
-            several matrices of a fused parameter (docs/routing.md).
-        heads: name pattern -> number of equal pieces; each is a matrix.
-        costs: "measured" chooses kernels and times each shape (at most about 10 seconds each; kept
-            in a cache), "analytic" estimates it for
-            this device, "analytic:<device>" another (docs/costs.md); or a `CostTable`, or its path.
+        splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; cuts a
+            fused parameter into several matrices (docs/routing.md).
+        heads: name pattern -> number of equal pieces; each piece is a matrix.
+        costs: "measured" chooses kernels and times each shape (at most about 10 seconds per shape;
+            results are cached), "analytic" estimates times for this device, "analytic:<device>" for
+            another (docs/costs.md); or a `CostTable`, or its path.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
-        plan: a saved plan to use again, after checking that it fits.
-        kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
-            names is the one that runs; asking for another beside it is an error.
+        plan: a saved plan to reuse, after a check that it fits.
+        kernels: how owners compute Newton-Schulz (docs/kernels.md). The kernels that a saved plan
+            names are used; asking for others beside it is an error.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: the arguments or the model do not fit, or several processes were launched and
-            there is no process group. Raised on every rank, as ConsensusError without the mistake.
+        TypeError: an argument has a wrong type.
+        ValueError: the arguments or the model do not fit, or several processes were launched
+            without a process group. Raised on every rank, as ConsensusError on ranks without it.
     """
     request = Request(
         layout, select, splits, heads, costs, solver, planner, options, plan, kernels, mesh
@@ -215,7 +215,7 @@ def dedicate_params(
 
 
 def plan_given(given: Given, request: Request) -> Ownership:
-    """`dedicate_params` for whatever is given."""
+    """Plan a model or an optimizer's parameters; `dedicate_params` and `plan_groups` call this."""
     process_groups.check_launched(given.caller)
     if isinstance(given.model, nn.Module):
         refuse_fsdp1(given.model.modules())
@@ -227,7 +227,7 @@ def plan_given(given: Given, request: Request) -> Ownership:
     transport = _transport(mesh, given.ddp, timeout_s, dtensors.flaw_of_device(named))
 
     at = mesh, transport.world, [p for _, p in named], given.ddp, request.planner
-    # Never compiled: what is timed is what runs. Loading the compiler for this would take seconds.
+    # Not compiled: timed code must be the code that runs. Loading the compiler here takes seconds.
     plan_on_all = torch.compiler.disable(assemble) if "torch._dynamo" in sys.modules else assemble
     topology = partial(mesh_topology, *at)
     ownership = plan_on_all(given, replace(request, mesh=mesh), transport, topology)
@@ -245,19 +245,19 @@ def plan_groups(
     sizes: Callable[[ModelSpecs], StateSizes],
     before: Ownership | None = None,
 ) -> Ownership:
-    """`dedicate_params` for the parameters that an optimizer has in its param groups now.
+    """Plan the parameters that an optimizer's param groups hold now.
 
-    ``held`` are these groups, whose parameters are exchanged for the model's own of now; ``named``
-    reads them. ``before``: the ownership that is replaced.
+    ``held`` are these groups; parameters that were replaced in the model are refreshed in them.
+    ``named`` reads them. ``before`` is the ownership to replace.
     """
     model, flaw = None, None
     try:
         named()
         model = groups.refresh(held)
         now = named()
-    except Exception as error:  # perhaps on this rank alone
+    except Exception as error:  # may concern this rank alone
         flaw, now = error, [("", p) for group in held for p in group["params"]]
-    # Another optimizer of these parameters ends here, as where one is trained after another.
+    # This ends another optimizer of these parameters, such as that of an earlier run.
     for other in ownerships_in(model, (p for _, p in now), by_optimizers=True):
         if other is not before:
             other.close()
@@ -279,7 +279,7 @@ def plan_groups(
 
 
 def log_plan(plan: OwnershipPlan, seconds: float, why: str = "") -> None:
-    """A line about a plan, ``why`` it is another one, and, for who debugs, its choices."""
+    """Log a plan in one line, with ``why`` it replaces another, and its choices at debug level."""
     log, loads = logging.getLogger("dmuon"), plan.loads_ms
     mean = sum(loads) / len(loads)
     text = "%s: layout %s, matrices: %d, ranks: %d, makespan %.3g ms, imbalance %.1f%%"
@@ -301,14 +301,14 @@ def assemble(
     topology: Callable[[], Topology],
     new_group: process_groups.NewGroup | None = None,
 ) -> Ownership:
-    """`dedicate_params` over a given transport, closed on failure; ``new_group`` opens others."""
+    """Plan over a given transport, closed on failure; ``new_group`` opens further ones."""
     opened, began = [transport], time.perf_counter()
     what = given.caller
     if given.before is not None:
         what = "planning again, because parameters were unfrozen or added"
     with ExitStack() as undo:
         undo.callback(transport.close)
-        # Everything that can be wrong on one rank is found here.
+        # Finds everything that can be wrong on one rank.
         inspect = partial(_inspect, given, request, transport, topology)
         found = attempt_in_all([transport], inspect, what=what, digest=_Found.text)
         found.held = replace(found.held, device=devices.of(found.device).name())
@@ -318,7 +318,7 @@ def assemble(
             each = ", ".join(f"{bits} ({count})" for bits, count in sorted(kinds.items()))
             found.differ = f"ranks would not compute the same bits: {each}"
         if found.layout is not Layout.DEDICATED:
-            # Pure: every rank comes to the same result, or to the same error.
+            # Pure, so that every rank gets the same result or the same error.
             found.shards = shards = shard_map(found.specs, found.reports)
         if not found.layout.keeps_state_at_owners:
             found.specs, sizes = shards.specs, given.sizes(shards.specs)
@@ -340,31 +340,31 @@ def assemble(
     for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
-    if transport.rank == 0 and given.before is None:  # else `Muon` says why it plans again
+    if transport.rank == 0 and given.before is None:  # otherwise `Muon` logs why it plans again
         log_plan(plan, time.perf_counter() - began)
     return Ownership(plan, runtime, given.inner, request)
 
 
 def _priced_plan(found: _Found) -> OwnershipPlan:
-    """The plan, by the costs that were asked for; a collective call."""
+    """Plan by the requested costs; a collective call."""
     request = found.request
     if found.plan is not None or request.costs != "measured":
         return _plan_by(request.costs, found)
     keys = [m.key for m in found.specs.matrices]
-    # Elsewhere owners run Newton-Schulz alone.
+    # In the other layouts owners run Newton-Schulz alone.
     momentum = found.layout.keeps_state_at_owners
     costs = measured_costs(
         found.transport, keys, found.device, found.planner, kernels=request.kernels,
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
-    is_asked = found.planner.links == "measured" or found.device.type == "cpu"  # cores send
+    is_asked = found.planner.links == "measured" or found.device.type == "cpu"  # CPU cores send
     if costs.entries and found.shards is not None and is_asked and found.transport.world > 1:
         costs = on_links(costs, found.transport, found.device, found.planner, found.topology)
     return _plan_by(costs, found)
 
 
 def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
-    """The plan by these costs, made on the first rank; a collective call."""
+    """Plan by ``costs`` on the first rank and send the plan to all; a collective call."""
     ns_dtype, device_type = found.request.ns_dtype, found.topology.device_type
 
     def solved() -> str:
@@ -387,13 +387,13 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
     return attempt_in_all([found.transport], read, what=what, digest=digest)
 
 
-# ---- what this rank finds in the model ---------------------------------------------------
+# ---- this rank's view of the model -------------------------------------------------------
 
 
 @dataclass
 class _Found:
-    """What is planned, and how. ``reports``, ``shards`` and ``limits`` follow from what each rank
-    ``held`` of the parameters, in the layouts that look at it; ``plan`` is used again."""
+    """This rank's view of what to plan. ``reports``, ``shards`` and ``limits`` follow from what
+    each rank ``held`` of the parameters, where the layout needs it; ``plan`` is a reused plan."""
 
     given: Given
     request: Request
@@ -413,20 +413,20 @@ class _Found:
 
     @property
     def device(self) -> torch.device:
-        """Where Newton-Schulz runs; for a model on the meta device, where its mesh lies."""
+        """The device of Newton-Schulz; for a model on the meta device, the device of its mesh."""
         device = dtensors.compute_device(self.parameters)
         is_meta = device.type == "meta"
         return devices.current_device(self.topology.device_type) if is_meta else device
 
     @property
     def batch_bytes(self) -> int:
-        """The most bytes of a batch of several matrices, in the Newton-Schulz dtype."""
+        """The most bytes in a batch of several matrices, in the Newton-Schulz dtype."""
         is_cut = isinstance(self.options, config.ShardedOptions)
         name = "bucket_bytes" if is_cut else "publish_bucket_bytes"
         return config.BATCH_BUCKETS * (getattr(self.options, name, None) or config.BUCKET_BYTES)
 
     def text(self) -> str:
-        """In lines, what must be alike on all ranks."""
+        """List, in lines, what must agree on all ranks."""
         request, options, costs = self.request, self.options, self.request.costs
         if isinstance(costs, CostTable):
             digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
@@ -434,7 +434,7 @@ class _Found:
         arguments: dict[str, Any] = {
             "layout": self.layout.value,
             "options": options,
-            # Each rank may keep its cache where it likes.
+            # Each rank may have a cache of its own.
             "planner": replace(request.planner, cache_dir=None),
             "costs": os.fspath(costs) if isinstance(costs, (str, os.PathLike)) else type(costs),
             "solver": request.solver,
@@ -443,7 +443,7 @@ class _Found:
         }
         if isinstance(options, config.DedicatedOptions) and options.groups is not None:
             assert self.given.inner is not None
-            # Of a function what it chooses, because its own text differs between ranks.
+            # A function's repr differs between ranks, so compare the modules that it chooses.
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
@@ -453,7 +453,7 @@ class _Found:
             values = ((f.name, getattr(spec, f.name)) for f in fields(spec))
             lines.append(", ".join(f"{k} {getattr(v, 'value', v)}" for k, v in values))
         if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
-            # Replicas that start from different weights never meet.
+            # Replicas that start from different weights never converge.
             for known, p in zip(self.specs.parameters, self.parameters, strict=True):
                 some = dtensors.sample(p.detach(), 8).tolist()
                 lines.append(f"some weights of parameter {known.name!r}: {some}")
@@ -462,13 +462,13 @@ class _Found:
 
 @cache
 def code_hash() -> str:
-    """Twelve hexadecimal digits that change with any source file of this package."""
+    """Return twelve hexadecimal digits that change with any source file of this package."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
 def _starts_from_first(given: Given, options: object) -> bool:
-    """All ranks get the weights of the first."""
+    """Whether all ranks start from the first rank's weights."""
     asked = isinstance(options, config.ReplicatedOptions) and options.broadcast_parameters
     return given.ddp is None and given.named is None and asked
 
@@ -523,14 +523,14 @@ def _inspect(
         request.options or _OPTIONS[layout](), specs, mesh, held, request.planner, request.plan,
     )  # fmt: skip
     if request.costs == "analytic" and request.plan is None:
-        # The ranks compare this: of different devices none is the one to plan for.
+        # Ranks compare this name: on mixed devices none would be right for all.
         name = analytic_class(found.device.type, devices.of(found.device).name())
         found.request = replace(request, costs=f"analytic:{name}")
     return found
 
 
 def _layout(request: Request, given: Given) -> Layout:
-    """The layout, "auto" resolved, when the model and the options are of it."""
+    """Resolve "auto", and check that the model and the options fit the layout."""
     known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
         raise OwnershipError(f"layout must be one of {known}, found {request.layout!r}")
@@ -582,7 +582,7 @@ def _check_wrapping(inner: nn.Module, ddp: DDP | None, layout: Layout) -> None:
 
 
 def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> None:
-    """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
+    """Check that distributed parameters of the `dedicated` layout lie on axes of the mesh."""
     world = dist.get_world_size() if process_groups.is_initialized() else 1
     for name, p in named:
         if not (axes := dtensors.mesh_axes(p)):
@@ -601,7 +601,7 @@ def _check_axes(named: dtensors.Named, topology: Topology, options: object) -> N
 
 
 def _check_request(request: Request) -> None:
-    """Types, kernels that exist, and a saved plan that keeps to what is asked for beside it."""
+    """Check types, that the kernels exist, and that a saved plan agrees with the other options."""
     planner, kernels, plan = request.planner, request.kernels, request.plan
     if not isinstance(planner, config.PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(planner).__name__}")
@@ -644,8 +644,8 @@ def _check_request(request: Request) -> None:
 def _check_owners(
     plan: OwnershipPlan, limits: OwnerLimits | None, shards: ShardMap | None, differ: str
 ) -> None:
-    """A saved plan must let the same ranks own each matrix as the model's shards do. Where several
-    ranks compute a matrix, they must be ranks that planning could choose."""
+    """Check that the model's shards let a saved plan's owners own their matrices, and that several
+    ranks compute a matrix only where planning could choose these ranks."""
     if differ and any(batch.copies for batch in plan.batches):
         raise PlanError(
             f"in the saved plan several ranks compute a matrix, and {differ}: plan anew"
@@ -674,7 +674,7 @@ def _check_owners(
 def _runtime(
     found: _Found, plan: OwnershipPlan, new_group: process_groups.NewGroup
 ) -> LayoutRuntime:
-    """The machinery of the layout: first collective calls, then what may fail on one rank alone."""
+    """Set up the layout: collective calls first, then work that may fail on one rank alone."""
     options, transport = found.options, found.transport
     model, named = found.given.inner, found.parameters
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
@@ -703,7 +703,7 @@ def _runtime(
         groups = process_groups.ProcessGroups.open(grid, transport, new_group)
         connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
-            # Of a `DTensor` equal values wherever the same slice of it lies.
+            # Each slice of a `DTensor` has equal values on all ranks that hold it.
             among = [groups.data if dtensors.is_distributed(t) else groups.world for t in tensors]
             process_groups.start_from_first(zip(map(dtensors.local_tensor, tensors), among))
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
@@ -711,7 +711,7 @@ def _runtime(
 
 
 def _sharded(options: Options) -> config.ShardedOptions:
-    """How a pipeline moves bytes."""
+    """Return the options of the pipeline that moves bytes."""
     if isinstance(options, config.ReplicatedOptions):
         return config.ShardedOptions(bucket_bytes=options.publish_bucket_bytes)
     return options if isinstance(options, config.ShardedOptions) else config.ShardedOptions()
@@ -744,7 +744,7 @@ def _transport(
 
 
 def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Warn if a rank that hangs is waited for longer than `init_process_group` was told."""
+    """Warn if a group waits longer for a hanging rank than `init_process_group` was told to."""
     asked = timeout_of(dist.group.WORLD) if groups else None
     longer = {name: t for name, g in groups.items() if asked and (t := timeout_of(g)) and t > asked}
     if asked and longer:
@@ -758,7 +758,7 @@ def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
 
 
 def _ranks(mesh: DeviceMesh | None, ddp: DDP | None) -> list[int]:
-    """The global ranks that plan together, in their order."""
+    """Return the global ranks that plan together, in order."""
     if mesh is not None:
         return dtensors.ranks_of(mesh)
     if ddp is not None:
@@ -784,7 +784,7 @@ def mesh_topology(
     ranks = range(world) if mesh is None and ddp is None else _ranks(mesh, ddp)
     shape = (world,) if mesh is None else tuple(mesh.shape)
     axes = ("dp",) if mesh is None else dtensors.axis_names(mesh)
-    # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
+    # The mesh may cover some ranks only, with gaps: their nodes follow from their global ranks.
     if (per_node := planner.ranks_per_node) is None and process_groups.is_initialized():
         per_node = local_world_size()
     nodes = [0 if per_node is None else rank // per_node for rank in ranks]

@@ -1,5 +1,5 @@
-"""Every default of the package, in frozen dataclasses, what else a setting may be, and the steps
-that a period makes full."""
+"""Every default of the package, in frozen dataclasses, the allowed values of each setting, and the
+schedule of full steps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 MiB = 1 << 20
 
-# ---- what a setting may be ---------------------------------------------------------------
+# ---- allowed values ----------------------------------------------------------------------
 
 
 class Allowed(NamedTuple):
-    """``read`` gives a value as it is kept and raises TypeError for a wrong type; ``fits`` says
-    whether what it gave is in range. ``expected`` says both in words."""
+    """The allowed values of a setting: ``read`` converts a value or raises TypeError, ``fits`` says
+    whether the converted value is in range, ``expected`` describes both in words."""
 
     expected: str
     read: Callable[[Any], Any]
     fits: Callable[[Any], bool] = lambda value: True
 
     def or_none(self) -> Allowed:
-        """The same, and None."""
+        """Allow None as well."""
         return Allowed(
             f"{self.expected} or None",
             lambda value: None if value is None else self.read(value),
@@ -49,11 +49,11 @@ def _number(value: Any) -> float:
 
 
 def _rate(value: Any) -> Any:
-    """A number, or a tensor, which torch's optimizers take for lr and keep as it is."""
+    """Read a number, or a tensor, which torch's optimizers accept as lr and keep as it is."""
     if isinstance(value, torch.Tensor):
         return value
     number = _number(value)
-    # A schedule that ends at zero, such as LinearLR, may miss it by a rounding.
+    # A schedule that ends at zero, such as LinearLR, may end slightly below it.
     return 0.0 if -1e-12 < number < 0 else number
 
 
@@ -86,7 +86,7 @@ FINITE = Allowed("a finite number >= 0", _number, _is_rate)
 RATE = Allowed("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Allowed("a number > 0", _number, lambda value: value > 0)
 FINITE_POSITIVE = Allowed("a finite number > 0", _number, lambda value: 0 < value < math.inf)
-# Below, its reciprocal is infinite in float32, and zeros would become nan.
+# The reciprocal of a smaller number is infinite in float32, and zeros would become nan.
 EPS = Allowed(
     "a finite number >= 1.2e-38 (what is normal in float32)",
     _number,
@@ -148,13 +148,13 @@ PERIOD = Allowed(
 def checked(
     rules: Mapping[str, Allowed], values: Mapping[str, Any], *, owner: str = "", place: str = ""
 ) -> dict[str, Any]:
-    """The values that there are rules for, as they are kept: numbers as Python's own.
+    """Check the values that have rules, and return them converted to Python's own numbers.
 
-    ``owner`` is put before a name, ``place`` after what was found there.
+    Messages put ``owner`` before a name and ``place`` after the value found.
 
     Raises:
-        TypeError: a value is of a wrong type; the message names it, what was found and expected.
-        ValueError: it is out of range.
+        TypeError: a value has a wrong type; the message says what was found and expected.
+        ValueError: a value is out of range.
     """
     kept = {}
     for name, rule in rules.items():
@@ -182,7 +182,7 @@ def _complaint(name: str, rule: Allowed, value: Any, place: str) -> str:
 
 
 def _default(value: T, rule: Allowed) -> T:
-    """A dataclass field with its default and what else it may be."""
+    """Make a dataclass field of its default and its allowed values."""
     return field(default=value, metadata={"rule": rule})
 
 
@@ -194,8 +194,8 @@ def _values(options: Any) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in fields(options)}
 
 
-# Names that are taken for one more release, with a warning, and what has their value now; None:
-# nothing has.
+# Names accepted for one more release, with a warning, and the names that replace them; None:
+# nothing does.
 RETIRED: dict[str, dict[str, str | None]] = {
     "Muon": {"betas": "adamw_betas", "publish": None},
     "PlannerOptions": {"profile_budget_s": None},
@@ -205,7 +205,7 @@ RETIRED: dict[str, dict[str, str | None]] = {
 
 
 def renamed(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``owner`` under the names of now, with one warning about retired ones."""
+    """Move retired arguments of ``owner`` to their current names, with one warning."""
     every = RETIRED.get(owner, {})
     retired = {name: new for name, new in every.items() if given.get(name) is not None}
     if retired:
@@ -217,7 +217,7 @@ def renamed(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Checked:
-    """Options that are checked when they are made. A retired one is an `InitVar`."""
+    """Options that are checked when they are made. Retired options are `InitVar`s."""
 
     __slots__ = ()
 
@@ -230,7 +230,7 @@ class Checked:
 # ---- options -----------------------------------------------------------------------------
 
 BUCKET_BYTES = 32 * MiB
-BATCH_BUCKETS = 2  # as many buckets' operands a batch holds at most, or one matrix
+BATCH_BUCKETS = 2  # the most buckets' worth of operands in a batch, unless one matrix is larger
 BATCH_BYTES = BATCH_BUCKETS * BUCKET_BYTES
 
 
@@ -239,17 +239,17 @@ class PlannerOptions(Checked):
     """Limits of planning.
 
     ``time_limit_s`` bounds the solver, in seconds. ``owner_memory_bytes`` caps the optimizer state
-    of one rank, AdamW's included. ``max_batch`` bounds how many matrices of one shape are
-    orthogonalized in one batch; of larger ones there are fewer, so that a batch is at most two
-    buckets of the layout. ``ranks_per_node`` counts global ranks; None takes torchrun's
-    ``LOCAL_WORLD_SIZE``, or one node where that is not set.
-    ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
-    ``~/.cache/dmuon``).
+    of one rank, AdamW's included. ``max_batch`` bounds the number of matrices of one shape that are
+    orthogonalized in one batch; large matrices come in smaller batches, of at most two buckets of
+    the layout. ``ranks_per_node`` counts global ranks; None takes torchrun's ``LOCAL_WORLD_SIZE``,
+    or one node if that is not set. ``cache_dir`` holds measured costs (None:
+    ``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``).
 
-    ``redundancy``: how many parts of the mesh orthogonalize a matrix by themselves, so that nothing
-    is published across them: 1, the number of replicas (HSDP), of nodes or of ranks (DDP). "auto":
-    for each matrix what makes the simulated step shortest. ``links``: the network that this
-    reckons with, "measured" at planning, or given, as "400Gb/node" or "50Gb/gpu" (docs/network.md).
+    ``redundancy``: how many parts of the mesh orthogonalize a matrix independently, so that nothing
+    is published across them: 1, the number of replicas (HSDP), of nodes or of ranks (DDP). "auto"
+    chooses for each matrix the number with the shortest simulated step. ``links``: the network of
+    the simulation, "measured" at planning, or a rate such as "400Gb/node" or "50Gb/gpu"
+    (docs/network.md).
     """
 
     time_limit_s: float = _default(10.0, POSITIVE)
@@ -266,15 +266,15 @@ class PlannerOptions(Checked):
 class KernelOptions(Checked):
     """How owners compute Newton-Schulz.
 
-    ``method``: "standard", "gram" (with the restarts that are safe), "gram[2]" and so on fix the
-    form for every matrix; "auto" takes for each shape and batch what measures fastest with
-    ``costs="measured"``, and what a fixed rule says otherwise. ``backend``: one of
-    `dmuon.kernels.choice.BACKENDS`, or "auto". What is fixed here or saved in a plan runs the
-    same after every restart. ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA graphs (None:
+    ``method``: "standard", "gram" (with safe restarts), "gram[2]" and so on fix the form for every
+    matrix; "auto" takes the fastest measured form for each shape and batch with
+    ``costs="measured"``, and follows a fixed rule otherwise. ``backend``: one of
+    `dmuon.kernels.choice.BACKENDS`, or "auto". A choice fixed here or saved in a plan is the same
+    after every restart. ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA graphs (None:
     on CUDA, for the shapes of the plan).
 
     With neither ``method`` nor ``backend`` "auto", an update has the same bits on every mesh, in
-    every layout and plan: each matrix is computed by itself (docs/same-bits.md).
+    every layout and plan: each matrix is computed on its own (docs/same-bits.md).
     """
 
     method: str = _default("auto", TEXT)
@@ -284,7 +284,7 @@ class KernelOptions(Checked):
 
     @property
     def is_fixed(self) -> bool:
-        """The bits of an update depend on the matrix and its gradients alone."""
+        """Whether an update's bits depend on the matrix and its gradients alone."""
         return "auto" not in (self.method, self.backend)
 
 
@@ -292,17 +292,17 @@ class KernelOptions(Checked):
 class ReplicatedOptions(Checked):
     """How the `replicated` layout works.
 
-    ``publish_bucket_bytes``: updates of about so many bytes per owner travel in one collective
+    ``publish_bucket_bytes``: updates of about this many bytes per owner travel in one collective
     (None: as planned). ``broadcast_parameters``: `dedicate_params` starts a plain module from the
-    weights and buffers of the mesh's first rank. ``timeout_s``: after how many seconds a collective
-    of dmuon's own process group gives up (None: as in the default group, and torch's default for
-    new groups while owners are planned).
+    weights and buffers of the mesh's first rank. ``timeout_s``: seconds after which a collective of
+    dmuon's own process group gives up (None: as in the default group, and torch's default for new
+    groups during planning).
 
-    ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner alone,
-    which alone has the momentum. It takes less traffic and memory, and more care
+    ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner only,
+    where the momentum lies. It takes less traffic and memory, and more care
     (docs/frameworks/ddp.md). Then ``bucket_bytes``: gradients of about this many bytes are reduced
-    together (with `DistributedDataParallel` as it hands over its own buckets); ``reduce_dtype``:
-    the dtype in which gradients travel and are averaged (None: the gradient's own).
+    together (with `DistributedDataParallel`, in its own buckets); ``reduce_dtype``: the dtype in
+    which gradients travel and are averaged (None: the gradient's own).
     """
 
     reduce_to_owner: bool = _default(False, FLAG)
@@ -318,9 +318,9 @@ class ShardedOptions(Checked):
     """How the `sharded` layout moves bytes.
 
     ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
-    in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
-    so that traffic hides behind computing (None: into 4, but none smaller than 2 MiB, because each
-    collective takes its time). ``timeout_s``: see `ReplicatedOptions`.
+    in one collective. ``min_buckets``: a smaller model is still cut into this many buckets, so that
+    traffic overlaps with computation (None: into 4, but none below 2 MiB, because each collective
+    has a fixed cost). ``timeout_s``: see `ReplicatedOptions`.
     """
 
     bucket_bytes: int | None = _default(None, COUNT.or_none())
@@ -333,9 +333,9 @@ class ShardedOptions(Checked):
 class DedicatedOptions(Checked):
     """How the `dedicated` layout moves bytes.
 
-    ``prefetch``: how many groups of modules are gathered ahead of the one that runs.
-    ``free_after_forward``: drop a group's weights when it has run, and gather them again for
-    backward; False keeps them until backward is done. ``groups``: ``(name, module) -> bool`` picks
+    ``prefetch``: how many groups of modules are gathered ahead of the running one.
+    ``free_after_forward``: drop a group's weights after it has run, and gather them again for
+    backward; False keeps them until backward ends. ``groups``: ``(name, module) -> bool`` picks
     the modules whose weights travel together (None: the members of the outermost `ModuleList`,
     `ModuleDict` and `Sequential`). ``param_dtype``: the dtype in which weights travel and are used
     (None: their own). ``reduce_dtype``: the dtype in which gradients travel and are averaged (None:
@@ -354,8 +354,8 @@ class DedicatedOptions(Checked):
 
 # ---- hyperparameters ---------------------------------------------------------------------
 
-# The one table of what a param group may say: groups are completed, checked, compared between
-# ranks, saved and loaded by it. What two of them must not say together: `check_muon_group`.
+# This table of the hyperparameters in a param group serves to complete, check, compare (between
+# ranks), save and load groups. `check_muon_group` refuses combinations that exclude each other.
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ class MuonDefaults:
     momentum: float = _default(0.95, FINITE)
     nesterov: bool = _default(True, FLAG)
     ns_coefficients: Coefficients = _default("polar_express", COEFFICIENTS)
-    eps: float = _default(1e-7, EPS)  # it keeps a zero matrix zero
+    eps: float = _default(1e-7, EPS)  # keeps a zero matrix zero
     ns_steps: int = _default(5, NS_STEPS)
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of("ema", "sgd"))
@@ -377,13 +377,13 @@ class MuonDefaults:
     momentum_dtype: str | torch.dtype | None = _default(None, MOMENTUM_DTYPE)
 
     def group(self) -> dict[str, Any]:
-        """The hyperparameters by name, checked."""
+        """Return the checked hyperparameters by name."""
         return check_muon_group(_values(self))
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWDefaults:
-    """Hyperparameters of an AdamW group; None means: the same as the Muon group's."""
+    """Hyperparameters of an AdamW group; None means the same as the Muon group's."""
 
     lr: float | torch.Tensor | None = _default(None, RATE.or_none())
     betas: tuple[float, float] = _default((0.9, 0.95), BETAS)
@@ -391,12 +391,12 @@ class AdamWDefaults:
     weight_decay: float | None = _default(None, FINITE.or_none())
 
     def group(self) -> dict[str, Any]:
-        """The hyperparameters, checked by the names that `dmuon.Muon` has for them."""
+        """Return the checked hyperparameters; errors use the names of `dmuon.Muon`'s arguments."""
         return checked(_rules(AdamWDefaults), _values(self), owner="adamw_")
 
 
-# By the algorithms that the parameters of a group need: Muon, AdamW, and what Muon's has beside
-# its own where AdamW updates some.
+# The rules of a group by the algorithms of its parameters: Muon, AdamW, and the keys that a Muon
+# group has in addition if AdamW updates some of its parameters.
 MUON_RULES = _rules(MuonDefaults)
 ADAMW_RULES = _rules(AdamWDefaults) | {"lr": RATE, "weight_decay": FINITE}
 MIXED_RULES = {
@@ -405,7 +405,7 @@ MIXED_RULES = {
     "adamw_eps": FINITE,
     "adamw_weight_decay": FINITE.or_none(),
 }
-# What holds for all groups, and is an argument of `dmuon.Muon` alone.
+# Settings for all groups, which only `dmuon.Muon` takes as arguments.
 SWITCH_RULES = {
     "master_weights": FLAG,
     "block_lr_ratio": FINITE_POSITIVE.or_none(),
@@ -415,8 +415,8 @@ SWITCH_RULES = {
 
 
 def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` and errors as there.
-    ValueError also if two do not go together."""
+    """Check a Muon group's hyperparameters as `checked` does, with its errors. ValueError also if
+    two of them exclude each other."""
     kept = checked(MUON_RULES, group, place=place)
     momentum, dampening = kept["momentum"], kept["dampening"]
     if kept["momentum_mode"] == "ema" and momentum > 1.0:
@@ -431,9 +431,9 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
 
 # ---- steps -------------------------------------------------------------------------------
 
-# A full step of MuonBP orthogonalizes whole matrices, a block step only what each rank holds;
-# Algorithm 1 of https://openreview.net/forum?id=mHouLSUQP5. What a step does is a function of the
-# step count alone, so that all ranks agree without asking.
+# A full step of MuonBP orthogonalizes whole matrices, a block step only the block of each rank;
+# Algorithm 1 of https://openreview.net/forum?id=mHouLSUQP5. The kind of step depends on the step
+# count alone, so that all ranks agree without communication.
 
 Period = float | Callable[[int], float]
 """A whole number of steps >= 1, `math.inf` (never a full step), or a function of the step."""
@@ -443,11 +443,11 @@ _NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class LinearPeriod(Checked):
-    """A period that goes from ``start`` at step 0 to ``end`` at step ``steps``, and stays there.
+    """A period that goes linearly from ``start`` at step 0 to ``end`` at step ``steps``, and stays.
 
     Raises:
-        TypeError: an argument is no number, or ``steps`` no whole one.
-        ValueError: a period is below 1 or not finite, or ``steps`` below 1.
+        TypeError: an argument is not a number, or ``steps`` not an integer.
+        ValueError: a period is below 1 or not finite, or ``steps`` is below 1.
     """
 
     start: float = field(metadata={"rule": FINITE_PERIOD})
@@ -455,22 +455,22 @@ class LinearPeriod(Checked):
     steps: int = field(metadata={"rule": COUNT})
 
     def __call__(self, t: int) -> float:
-        """The period at step ``t``."""
+        """Return the period at step ``t``."""
         if t >= self.steps:
             return float(self.end)
-        # Multiplied first: whole periods at whole steps come out whole, as `Schedule` rounds down.
+        # Multiply first, so that whole periods at whole steps stay whole: `Schedule` rounds down.
         return self.start + (self.end - self.start) * t / self.steps
 
 
 class Schedule:
-    """The step counter of an optimizer, and which of its steps are full.
+    """The step counter of an optimizer, which knows which steps are full.
 
     With an integer period P step t is full when ``t % P == 0``; with `math.inf` never. With a
     function the first step is full, and then every step with ``t - last_full >= floor(P(t))``.
-    A step that is skipped because of non-finite gradients counts like any other.
+    A step skipped because of non-finite gradients counts like any other.
 
-    ``t`` is the step to come, counted from 0; ``last_full`` the last full step that was taken, -1
-    when there was none.
+    ``t`` is the next step, counted from 0; ``last_full`` is the last full step taken, or -1 if
+    there was none.
     """
 
     def __init__(self, period: Period) -> None:
@@ -488,35 +488,35 @@ class Schedule:
         return self._period == math.inf
 
     def is_full(self, t: int) -> bool:
-        """Whether step ``t`` is full, after the full steps up to now. Changes nothing."""
+        """Whether step ``t`` is full, given the full steps so far. Changes nothing."""
         if not callable(self._period):
             return self._period != math.inf and t % self._period == 0
-        # Asked for even where the answer is known, so that a bad function fails at once.
+        # Called even if the answer is known, so that a bad function fails at once.
         name = f"the period at step t={t}, from {self.describe()},"
         period = checked({name: PERIOD_OF_STEP}, {name: self._period(t)})[name]
         whole = period if period == math.inf else math.floor(period)
         return self.last_full == _NEVER or t - self.last_full >= whole
 
     def advance(self) -> None:
-        """Commit the step: it has been taken, or skipped on all ranks."""
+        """Count the step, which has been taken, or skipped on all ranks."""
         if self.is_full(self.t):
             self.last_full = self.t
         self.t += 1
 
     def describe(self) -> str:
-        """The period as text, alike on all ranks that were given the same one."""
+        """Describe the period, with the same text on all ranks that were given the same period."""
         if isinstance(self._period, LinearPeriod) or not callable(self._period):
             return str(self._period)
-        # Not the repr of other callables: it holds an address, which differs from rank to rank.
+        # The repr of another callable holds an address, which differs between ranks.
         named = self._period if hasattr(self._period, "__qualname__") else type(self._period)
         return f"{named.__module__}.{named.__qualname__}"
 
     def state(self) -> dict[str, int | str]:
-        """Counter, last full step and period as plain numbers and text, for a checkpoint."""
+        """Return counter, last full step and period as plain numbers and text, for a checkpoint."""
         return {"step": self.t, "last_full": self.last_full, "period": self.describe()}
 
     def read(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """(step, last full step) of what `state` gave. Changes nothing."""
+        """Read (step, last full step) from the result of `state`. Changes nothing."""
         if missing := self.state().keys() - state.keys():
             raise ValueError(
                 f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
@@ -533,9 +533,9 @@ class Schedule:
         return step, last_full
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, in the middle of a period too.
+        """Continue where `state` was taken, also in the middle of a period.
 
-        A saved period that differs from this schedule's gives a warning; this schedule's counts."""
+        If the saved period differs from this schedule's, that warns, and this schedule's counts."""
         step, last_full = self.read(state)
         if state["period"] != self.describe():
             warn(
@@ -546,13 +546,13 @@ class Schedule:
 
 
 def is_exchange_step(step: int) -> bool:
-    """Whether the ranks exchange their times at the end of this step, counted from 1."""
+    """Whether ranks exchange their times at the end of this step, counted from 1."""
     return step in (4, 16, 64) or (step > 0 and step % 256 == 0)
 
 
-# ---- words of other optimizers -----------------------------------------------------------
+# ---- names in other optimizers -----------------------------------------------------------
 
-# How something is called here.
+# Names of hyperparameters elsewhere, and the names here.
 _WORDS = {
     "backend_steps": "ns_steps",
     "adamw_wd": "adamw_weight_decay",
@@ -566,7 +566,7 @@ _WORDS = {
     "muon_lr": "lr",
     "wd": "weight_decay",
 }
-# The flags of torch's optimizers: which value changes nothing, and what to say of the other.
+# Flags of torch's optimizers: the value that changes nothing, and why the other is not supported.
 _FLAGS = {
     "amsgrad": (False, "its AdamW keeps no maximum"),
     "capturable": (False, "a step has collectives, and CUDA graphs of its own"),
@@ -580,7 +580,7 @@ FLAGS = frozenset(_FLAGS)
 
 
 def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
-    """Whether this flag of torch's optimizers changes nothing here.
+    """Whether this value of a flag of torch's optimizers changes nothing here.
 
     ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group of any
     optimizer, and neither changes an update.
@@ -590,7 +590,7 @@ def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """Advice on a word that is not among the ``known``."""
+    """Advise on a name that is not among the ``known``."""
     if name in _FLAGS:
         return f"dmuon has no such flag, because {_FLAGS[name][1]}: leave the flag out"
     meant = near(name, known)
@@ -598,7 +598,7 @@ def instead(name: str, known: Iterable[str]) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> str | None:
-    """Which of the ``known`` words this one is a slip of, or another word for.
+    """Return the ``known`` name that this is a misspelling or a synonym of, or None.
 
     >>> near("momentm", ["momentum"]), near("weight_decay_mult", ["weight_decay"])
     ('momentum', None)

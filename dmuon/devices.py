@@ -1,10 +1,10 @@
-"""What differs between types of devices, and nothing else does.
+"""The differences between types of devices; no other module knows of them.
 
     of(device) -> Device           facts, memory, events, streams and graphs of a device
     Stopwatch, HostCopy, SideStream   built on these
 
-`Device` serves every accelerator that `torch.accelerator` knows; a type of device with ways of its
-own is a subclass and a line of `TYPES`. Tests put a double there. Nothing here knows of ranks.
+`Device` serves every accelerator that `torch.accelerator` knows; a type of device that needs other
+calls is a subclass and a line of `TYPES`, where tests put a double. Nothing here knows of ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import Tensor
 T = TypeVar("T")
 
 GPU = "cuda"
-"""The type of device that planning assumes where none is at hand; ROCm has the same name."""
+"""The type of device that planning assumes if there is none here; ROCm uses the same name."""
 
 _TIMED_ROWS = 128
-_AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
+_AS_FAST = 1.5  # overhead slows small products; large ones gain more from bfloat16
 
 
 class HostEvent:
-    """A `torch.Event` of the CPU, where work is done when the call returns."""
+    """A `torch.Event` for the CPU, where work is done when the call returns."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
@@ -49,49 +49,49 @@ class HostEvent:
 
 Event = torch.Event | HostEvent
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
-"""Records what a function launches, and returns what replays it."""
+"""Records the launches of a function, and returns a function that replays them."""
 
 
 class Device:
     """An accelerator. An object holds no state, so callers make one wherever they need it."""
 
-    host_can_read = False  # a tensor, without waiting for the device
+    host_can_read = False  # whether the host can read a tensor without waiting for the device
     is_cpu = False  # tensors lie in the host's memory, and work is done when a call returns
-    has_triton = False  # our kernels are for such devices; `why_no_triton`: whether they run here
-    chunk_bytes = 1 << 28  # that a pass over many tensors takes, for the next one to find in caches
+    has_triton = False  # our kernels target such devices; `why_no_triton`: whether they run here
+    chunk_bytes = 1 << 28  # bytes that stay in caches from one pass over many tensors to the next
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def name(self) -> str:
-        """The hardware, and how much of it this process has: what measurements are kept under."""
+        """Name the hardware and this process's share of it, as the key of cached measurements."""
         module = torch.get_device_module(self.device)
         is_there = getattr(module, "is_available", lambda: True)()
         found = getattr(module, "get_device_name", None) if is_there else None
         return self.device.type if found is None else str(found(self.device))
 
     def ns_dtype(self) -> torch.dtype:
-        """The fastest dtype that is accurate enough for Newton-Schulz: float16 has three more
-        mantissa bits than bfloat16, and after normalization nothing leaves its range."""
+        """Return the fastest dtype that is accurate enough for Newton-Schulz: float16 has three
+        more mantissa bits than bfloat16, and normalized matrices stay in its range."""
         return torch.float16
 
     def memory(self) -> tuple[float, float]:
-        """Return (free, total) bytes; inf where neither is known."""
-        with suppress(RuntimeError):  # not every accelerator tells
+        """Return (free, total) bytes; inf if unknown."""
+        with suppress(RuntimeError):  # not every accelerator reports it
             return torch.accelerator.get_memory_info(self.device)
         return math.inf, math.inf
 
     def release_memory(self) -> None:
-        """Give cached memory of torch back to the device."""
+        """Return torch's cached memory to the device."""
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     def current(self) -> AbstractContextManager[object]:
-        """Make it the current device: kernels are launched and events recorded there."""
+        """Make this the current device, for kernel launches and events."""
         return torch.accelerator.device_index(self.device.index)
 
     def generator(self, seed: int) -> torch.Generator:
-        """Random numbers that neither see nor change the user's random state."""
+        """Return a generator that neither reads nor changes the user's random state."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def event(self, *, timing: bool = False) -> Event:
@@ -101,12 +101,12 @@ class Device:
         return event
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Copy to the host's memory; complete once an `event` that is recorded afterwards is."""
+        """Copy to the host's memory; complete once an `event` recorded afterwards is."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
     def side_stream(self) -> SideStream | None:
-        """Return a second stream, or None where the device has only one."""
+        """Return a second stream, or None if the device has only one."""
         return SideStream(self.device)
 
     def graphs(self) -> Capture | None:
@@ -118,7 +118,7 @@ class Device:
         return 0, 0
 
     def facts(self) -> str:
-        """Describe, for people, what else decides which kernels run."""
+        """Describe, for people, other properties that decide which kernels run."""
         return ""
 
     def why_no_triton(self) -> str | None:
@@ -136,7 +136,7 @@ class Cpu(Device):
     chunk_bytes = 1 << 19
 
     def name(self) -> str:
-        """Include the number of threads, which decides times as much as the model does."""
+        """Include the number of threads, which affects times as much as the model does."""
         model = platform.processor() or platform.machine() or "CPU"
         with suppress(OSError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ class Cpu(Device):
         return f"{model}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
 
     def ns_dtype(self) -> torch.dtype:
-        """bfloat16 where its products are fast; float16 is emulated, and very slow."""
+        """Return bfloat16 if its products are fast; float16 is emulated and very slow."""
         return torch.bfloat16 if cpu_has_bf16() else torch.float32
 
     def memory(self) -> tuple[float, float]:
@@ -169,7 +169,7 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """A GPU of NVIDIA, or one of AMD, which torch calls the same."""
+    """A GPU by NVIDIA, or by AMD, which torch names the same."""
 
     has_triton = True
 
@@ -194,7 +194,7 @@ class Cuda(Device):
 
 
 class Mps(Device):
-    """A GPU of Apple: one stream, and it shares the memory of the host."""
+    """A GPU by Apple, with one stream and the host's memory."""
 
     def memory(self) -> tuple[float, float]:
         total = torch.mps.recommended_max_memory()
@@ -205,21 +205,21 @@ class Mps(Device):
 
 
 class Gaudi(Device):
-    """An accelerator of Intel's that computes in bfloat16 first of all."""
+    """An accelerator by Intel, made for bfloat16."""
 
     def ns_dtype(self) -> torch.dtype:
         return torch.bfloat16
 
 
 class Meta(Device):
-    """No device: tensors without values."""
+    """The meta device: tensors without values."""
 
     def ns_dtype(self) -> torch.dtype:
         return torch.float32
 
 
 TYPES: dict[str, type[Device]] = {"cpu": Cpu, GPU: Cuda, "mps": Mps, "hpu": Gaudi, "meta": Meta}
-"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
+"""Classes by the type of a `torch.device`. Other types, such as "xpu" and "npu", use `Device`."""
 
 
 def of(device: torch.device | str) -> Device:
@@ -240,17 +240,17 @@ def current_device(kind: str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Return the accelerator that this process uses, or the CPU where there is none."""
+    """Return the accelerator that this process uses, or the CPU if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return current_device("cpu" if found is None else found.type)
 
 
-# ---- built on these ----------------------------------------------------------------------
+# ---- timers, copies and streams ----------------------------------------------------------
 
 
 class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed, by events on the current
-    stream: nothing waits until `milliseconds` is read. One per step."""
+    """Milliseconds between `start` and `stop` on ``device``, summed, from events on the current
+    stream: nothing waits until `milliseconds` is read. Each step has one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = of(device)
@@ -264,7 +264,7 @@ class Stopwatch:
 
     def ready(self) -> bool:
         """Return whether `milliseconds` can be read without waiting for the device."""
-        # One stream executes them in order, so the last one tells.
+        # The stream runs in order, so the last event decides.
         return not self._spans or self._spans[-1][1].query()
 
     def milliseconds(self) -> float:
@@ -275,7 +275,7 @@ class Stopwatch:
 
 
 class HostCopy:
-    """A small tensor on its way from the device to the host, which does not wait for it."""
+    """A small tensor being copied to the host, which does not wait for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         device = of(tensor.device)
@@ -287,16 +287,16 @@ class HostCopy:
         return self._event.query()
 
     def read(self) -> list[Any]:
-        """The values; waits for what the device did up to the copy, and for nothing behind it."""
+        """Return the values; waits for the copy and all device work before it."""
         self._event.synchronize()
         values: list[Any] = self._values.tolist()
         return values
 
 
 class SideStream:
-    """A second stream, on which transfers are waited for without holding up the current one.
-    `join` comes before the current stream reads what was written here, and
-    ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
+    """A second stream, which can wait for transfers without holding up the current one. Call `join`
+    before the current stream reads results of this one, and ``record_stream(side.stream)`` on
+    tensors whose memory is freed inside `current`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -304,7 +304,7 @@ class SideStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the current stream, behind all that is queued on the other one. Not reentrant."""
+        """Make this the current stream, after all work queued on the other. Not reentrant."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
         with self.stream:
             yield
@@ -315,7 +315,7 @@ class SideStream:
 
 
 class CudaGraphs:
-    """Captures CUDA graphs in one pool of memory, because none keeps anything there between its
+    """Captures CUDA graphs that share one memory pool, because no graph keeps data there between
     replays, and no two run at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -323,15 +323,15 @@ class CudaGraphs:
         self._pool: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CudaGraphs, (self._device,)  # a copy has a pool of its own
+        return CudaGraphs, (self._device,)  # a copy gets its own pool
 
     def __call__(self, call: Callable[[], object]) -> Callable[[], object]:
-        with torch.cuda.device(self._device):  # which need not be the current one
+        with torch.cuda.device(self._device):  # may differ from the current device
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             stream = _capture_stream(torch.cuda.current_device())
-            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
+            # Record this thread alone, because others (NCCL's watchdog) query events.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
             ):
@@ -341,8 +341,8 @@ class CudaGraphs:
 
 @cache
 def _capture_stream(index: int) -> torch.cuda.Stream:
-    """One for all captures of a device: each stream has a cuBLAS workspace of its own, 32 MiB on
-    Hopper."""
+    """Share one stream among a device's captures: each stream has its own cuBLAS workspace, 32 MiB
+    on Hopper."""
     return torch.cuda.Stream(index)
 
 
@@ -355,8 +355,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """(available, total) bytes of the host; less in a container with a limit. inf where the system
-    does not tell, as outside of Linux."""
+    """Return (available, total) bytes of the host, within a container's limit. inf if the system
+    does not report them, as outside Linux."""
     free = total = math.inf
     with suppress(OSError):
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
@@ -370,7 +370,7 @@ def host_memory(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process. A
+    """Whether bfloat16 products are fast on this CPU, from small products timed once per process. A
     build of torch or a setting of oneDNN may leave the processor's instructions unused, and an
     emulated product takes 5 to 30 times as long as one in float32."""
     if not _has_bf16:
@@ -379,22 +379,22 @@ def cpu_has_bf16() -> bool:
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """The result of ``work`` in a thread of its own: there no mode of the caller's turns products
-    into fake ones."""
+    """Run ``work`` in another thread, where no mode of the caller's replaces its products with fake
+    ones, and return its result."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(work).result()
 
 
-_has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind
+_has_bf16: list[bool] = []  # not a cached function, which torch.compile would trace into
 
 
 @torch.no_grad()
 def _bf16_is_fast() -> bool:
     best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
+    torch.set_num_threads(1)  # on a busy machine, waiting between threads would dominate
     try:
-        for number in range(32):  # the first set up the library; a busy machine needs more
+        for number in range(32):  # the first ones set up the library; a busy machine needs more
             for dtype in best:
                 x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=dtype, device="cpu")
                 out = torch.empty_like(x)

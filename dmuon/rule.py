@@ -1,15 +1,15 @@
-"""Muon's update rule: all that one param group does to its matrices, apart from Newton-Schulz.
+"""Muon's update rule: all that a param group does to its matrices apart from Newton-Schulz.
 
 ::
 
     gradient -- operand: momentum, Nesterov --> Newton-Schulz -- accept: variants --> apply: decay,
                 (momentum itself advances once the step is taken)     at the owner    step, masters
 
-A `Rule` knows nothing of ranks, buckets or layouts: lists of tensors in and out, or stacks of
-matrices ``[b, m, n]``. Engines, `verify_every` and the planner's timer call it;
+A `Rule` knows nothing of ranks, buckets or layouts. It takes and returns lists of tensors, or
+stacks of matrices ``[b, m, n]``. Engines, `verify_every` and the planner's timer call it;
 `dmuon.reference.ReferenceMuon` has formulas of its own, because it is the oracle.
 
-The formulas are those of `torch.optim.Muon` (``ema``) and of `torch.optim.SGD` (``sgd``).
+The formulas are those of `torch.optim.Muon` (``ema``) and `torch.optim.SGD` (``sgd``).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from dmuon.tensors import (
 )
 from dmuon.types import Algorithm, warn
 
-# Below this one launch per tensor costs more than two passes over a list of tensors.
+# Up to this size two passes over a list of tensors cost less than one launch per tensor.
 _FUSED_NUMEL = 1 << 20
-CACHED = 1 << 17  # elements that a few passes over stay in the caches of a CPU
-_LARGEST = 1 << 25  # elements of which an accelerator makes a copy
+CACHED = 1 << 17  # elements that stay in a CPU's caches over a few passes
+_LARGEST = 1 << 25  # elements that an accelerator copies at once
 _FEW = 1 << 12  # elements that are not worth a call of their own
-_JOINED = 1 << 14  # fewer cost a CPU less copied into one tensor than looked at alone
+_JOINED = 1 << 14  # fewer elements are cheaper on a CPU when joined with others in one tensor
 
 MOMENTUM, MASTER = "momentum_buffer", "master_weight"
 
@@ -56,14 +56,14 @@ MOMENTUM, MASTER = "momentum_buffer", "master_weight"
 
 
 def adjusted_lr(lr: float, adjust_lr_fn: str | float | None, rows: int, cols: int) -> float:
-    """The learning rate of a ``rows x cols`` matrix, as `torch.optim.Muon` adjusts it.
+    """Return the learning rate of a ``rows x cols`` matrix, as `torch.optim.Muon` adjusts it.
 
     None and "original": ``lr * sqrt(max(1, rows / cols))``
     (https://kellerjordan.github.io/posts/muon/). "spectral_unclamped": ``lr * sqrt(rows / cols)``
     (https://jeremybernste.in/writing/deriving-muon). A number: ``lr * number * sqrt(max(rows,
-    cols))``, with which the entries of an update have the root mean square ``lr * number``, because
-    those of an orthogonal matrix have ``1 / sqrt(max(rows, cols))``. "match_rms_adamw": the number
-    0.2, as of AdamW's updates (arXiv 2502.16982).
+    cols))``, so that an update's entries have a root mean square of ``lr * number``: entries of an
+    orthogonal matrix have ``1 / sqrt(max(rows, cols))``. "match_rms_adamw": the number 0.2, about
+    the value of AdamW's updates (arXiv 2502.16982).
 
     >>> adjusted_lr(1.0, "original", 8, 2), adjusted_lr(1.0, "match_rms_adamw", 25, 100)
     (2.0, 2.0)
@@ -81,8 +81,8 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | float | None, rows: int, cols: in
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """A param group's hyperparameters at one moment: a scheduler may change the group before an
-    update that has been computed is applied. ``decay`` is what weight decay leaves of a weight,
+    """A param group's hyperparameters at one moment, because a scheduler may change the group
+    before a computed update is applied. ``decay`` is the factor that weight decay puts on a weight,
     ``1 - lr * weight_decay``."""
 
     lr: float
@@ -101,7 +101,7 @@ class Hyper:
         decay = 1 - lr * group["weight_decay"]
         names = ["adjust_lr_fn", "momentum", "nesterov", "momentum_mode", "dampening", "eps"]
         names.append("cautious_weight_decay")
-        if not group.keys() >= {*names}:  # of AdamW alone, which may have some of Muon's that wait
+        if not group.keys() >= {*names}:  # AdamW's group, which may hold some of Muon's unused
             return cls(lr, decay, None)
         return cls(lr, decay, *map(group.__getitem__, names))
 
@@ -114,14 +114,14 @@ class Hyper:
         return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
 
     def momentum_settings(self) -> dict[str, Any]:
-        """As `list_kernels` take them; ``weight`` is that of a gradient."""
+        """Return the arguments of `list_kernels`; ``weight`` is the factor on a gradient."""
         is_ema = self.mode == "ema"
         weight = 1 - (self.momentum if is_ema else self.dampening)
         numbers = {"momentum": float(self.momentum), "weight": float(weight)}
         return numbers | {"EMA": is_ema, "NESTEROV": self.nesterov}
 
     def kept(self, stays: Tensor | None) -> float | Tensor:
-        """Return the factor that decay leaves of each weight: 1 where a mask keeps the weight."""
+        """Return the factor of decay on each weight: 1 where the mask ``stays`` holds."""
         return self.decay if stays is None else torch.where(stays, 1.0, self.decay)
 
 
@@ -149,8 +149,8 @@ def element_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a rule keeps of each matrix beside momentum, with the matrix's owner: ``name`` in the
-    optimizer's state, and one number ``per`` "row", "element" or "matrix"."""
+    """State that a rule keeps of each matrix besides momentum, with the matrix's owner: its
+    ``name`` in the optimizer's state, and one number ``per`` "row", "element" or "matrix"."""
 
     name: str
     per: str = "row"
@@ -178,11 +178,10 @@ class StateSpec:
 class Rule:
     """Muon's update. A subclass is a variant, passed as ``dmuon.Muon(variant=MyRule())``.
 
-    A variant lists in ``state`` what it keeps with the owner of a matrix, and overrides `accept`,
-    which sees whole matrices, whatever the layout. Its attributes are its settings: they must be
-    alike on all ranks, and have a `repr` that says so. Whatever else this class defines is not to
-    be overridden: layouts see different parts of momentum, and fused kernels have formulas of
-    their own. `rule_of` refuses it.
+    A variant lists its state per matrix, kept by the owner, in ``state``, and overrides `accept`,
+    which sees whole matrices in every layout. Its attributes are its settings: they must be equal
+    on all ranks and appear in its `repr`. Other methods must not be overridden, because layouts see
+    different parts of momentum and fused kernels have formulas of their own; `rule_of` refuses it.
     """
 
     state: tuple[StateSpec, ...] = ()
@@ -199,10 +198,10 @@ class Rule:
     def accept(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the update that is applied in place of orthogonalized momentum.
 
-        ``update`` is a stack ``[b, m, n]`` of matrices of (outputs, inputs) in the dtype of
-        Newton-Schulz, which may be changed in place. ``state`` has a stack for each of ``state``
-        ("row": ``[b, m]``), to be advanced in place. A matrix of zeros must stay one: it was
-        skipped, and its state is restored.
+        ``update`` is a stack ``[b, m, n]`` of matrices (outputs, inputs) in the Newton-Schulz
+        dtype, which may be changed in place. ``state`` maps names to stacks ("row": ``[b, m]``),
+        to be advanced in place. A zero matrix must stay zero: it was skipped, and its state is
+        restored.
         """
         return update
 
@@ -224,9 +223,9 @@ class Rule:
             torch.where(alive, state[name], kept, out=state[name])
 
     def rehearse(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`accepted` on a random matrix and on zeros of this shape, with state of its own, so that
-        errors of a user's are found on all ranks, before a step: ValueError if it fails, or gives
-        what is not finite, or no zeros for zeros."""
+        """Run `accepted` on a random and a zero matrix of this shape, with fresh state, so that all
+        ranks find a user's errors before a step. ValueError: it fails, returns values that are not
+        finite, or nonzero values for the zero matrix."""
         rule, generator = copy.deepcopy(self), devices.of(device).generator(0)
         update = torch.zeros(2, rows, cols, dtype=dtype, device=device)
         update[0].normal_(generator=generator)
@@ -252,7 +251,7 @@ class Rule:
                 )
 
     def bytes(self, rows: int, cols: int) -> int:
-        """Return the bytes of ``state`` of a ``rows x cols`` matrix; they lie with its owner."""
+        """Return the bytes of ``state`` for a ``rows x cols`` matrix, which its owner stores."""
         return sum(s.dtype.itemsize * math.prod(s.shape(rows, cols)) for s in self.state)
 
     # ---- momentum ------------------------------------------------------------------------
@@ -269,8 +268,8 @@ class Rule:
         torch._foreach_add_(buffers, grads, alpha=1 - h.dampening)
 
     def operands(self, out: TensorList, buffers: TensorList, grads: TensorList, h: Hyper) -> None:
-        """What Newton-Schulz gets, into ``out``, in whose dtype it is computed; buffers stay as
-        they are. Nesterov: ``(1 - mu) * grad + mu * advanced`` ("ema"), ``grad + mu * advanced``.
+        """Write the operands of Newton-Schulz to ``out``, computed in its dtype; buffers stay the
+        same. Nesterov: ``(1 - mu) * grad + mu * advanced`` ("ema"), ``grad + mu * advanced``.
         """
         if any(grad.dtype is not to.dtype for to, grad in zip(out, grads, strict=True)):
             grads = [grad.to(to.dtype) for to, grad in zip(out, grads, strict=True)]
@@ -293,11 +292,11 @@ class Rule:
         working: torch.dtype | None = None,
         stays: Tensor | None = None,
     ) -> Tensor:
-        """`advance` and `operands` of a stack at once, `scaled` for Newton-Schulz into ``out`` in
-        its dtype. Returns the norms ``[b]`` of what was scaled.
+        """Run `advance` and `operands` on a stack, and write the `scaled` operands to ``out`` in
+        its dtype. Return the norms ``[b]`` before scaling.
 
-        ``working`` is the second of `momentum_dtypes` (None: the buffer's). Where ``stays``, a bool
-        for each matrix or for all, momentum stays and the operand is zero.
+        ``working`` is the second of `momentum_dtypes` (None: the buffer's). Where ``stays`` holds,
+        a bool per matrix or one for all, momentum does not change and the operand is zero.
         """
         working = working or buffer.dtype
         if not host_can_read(buffer.device) and len(buffer):
@@ -307,7 +306,7 @@ class Rule:
             scales = scales if working is torch.float64 else scales.float()
             self.advance_into(to, buffers, grads, h, working, scales=scales, stays=stays)
             return norms
-        assert stays is None or not len(buffer), "the host knows, and takes no such step"
+        assert stays is None or not len(buffer), "the host knows the verdict and skips such steps"
         wide = buffer.to(working)
         operand = momentum_update(wide, grad.to(wide.dtype), h)
         if wide is not buffer:
@@ -316,14 +315,14 @@ class Rule:
         scaled(operand, out.dtype, h.eps, out=out, norms=norms)
         return norms.view(-1)
 
-    # Where the host cannot read, operands are computed twice, which costs less than to keep them:
-    # for their norms, and once these are known with momentum, to where they leave from.
+    # Where the host cannot read, operands are computed twice, which is cheaper than storing them:
+    # first for their norms, then, with the norms known, together with momentum into the buckets.
 
     def operand_norms(
         self, buffers: TensorList, grads: TensorList, h: Hyper, working: torch.dtype
     ) -> Tensor:
-        """The norms of operands and of gradients, ``[2, n]`` float64: not finite where one is not.
-        Nothing is changed. ``working``: see `operand`."""
+        """Return norms of operands and of gradients, ``[2, n]`` float64, not finite where a tensor
+        is not. Nothing is changed. ``working``: see `operand`."""
         found: dict[int, Tensor] = {}
         for kernels, some, (held, own) in _routes(buffers, grads, working=working):
             if kernels is None:
@@ -393,13 +392,13 @@ class Rule:
         stays: Tensor | None = None,
         weights: TensorList | None = None,
     ) -> None:
-        """``target = target * h.decay - lr * update`` for each pair, in place.
+        """Compute ``target = target * h.decay - lr * update`` for each pair, in place.
 
-        Where ``stays``, a bool for each pair or for all, targets stay; their updates are zero.
-        ``weights`` are those of which ``targets`` are the masters: these follow them first (see
-        `follow_weights`), and are rounded into them afterwards.
+        Where ``stays`` holds, a bool per pair or one for all, targets do not change; their updates
+        are zero. If ``targets`` are masters, ``weights`` are their parameters:
+        masters first follow them (see `follow_weights`), then are rounded into them.
 
-        Where `cautious`, an element decays only if its update has its sign, so that both shrink it
+        With `cautious`, an element decays only if its update has its sign, so that both shrink it
         (arXiv 2510.12402: where ``update * target >= 0``).
         """
         lists = [targets, updates] if weights is None else [targets, updates, weights]
@@ -423,7 +422,7 @@ class Rule:
         weights: TensorList | None,
     ) -> None:
         """Do the work of `apply` with torch's operations."""
-        # On a CPU all passes over so much while it lies in its caches.
+        # On a CPU each chunk stays in the caches during all passes.
         some = max(1, CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
         for first in range(0, len(targets), some):
             now = slice(first, first + some)
@@ -444,8 +443,8 @@ class Rule:
 
 @cache
 def list_kernels(device: torch.device) -> Any:
-    """Return the one-pass kernels of `triton_lists`, or None, with one warning on a GPU that could
-    run them."""
+    """Return the one-pass kernels of `triton_lists`, or None; a GPU that could run them but lacks
+    a requirement gives one warning."""
     if not devices.of(device).has_triton:
         return None
     from dmuon.kernels.choice import why_not
@@ -462,9 +461,9 @@ def list_kernels(device: torch.device) -> Any:
 def _routes(
     *lists: TensorList, working: torch.dtype | None = None
 ) -> Iterator[tuple[Any, Sequence[int], list[Any]]]:
-    """(`list_kernels`, positions in these lists that they take, what is there): contiguous tensors
-    of up to 32 bits, on one device. None: torch's own operations do, with ``working`` of so many at
-    a time as `Device.chunk_bytes` has room for in that dtype."""
+    """Yield (`list_kernels`, positions, the tensors there) for contiguous tensors of at most 32
+    bits on one device, and None in place of kernels for the rest, which torch's operations handle,
+    with ``working`` in pieces that fit into `Device.chunk_bytes` in that dtype."""
     if not lists[0]:
         return
     device = lists[0][0].device
@@ -516,9 +515,9 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
         for launch in launches:
             launch()
         for lists in found.values():
-            # torch transposes tile by tile there, three times as fast, if both are contiguous.
+            # On a CPU torch transposes by tiles, three times as fast, if both are contiguous.
             for to, source in zip(*lists, strict=True):
-                source = source.mT.contiguous().mT  # one is alive at a time
+                source = source.mT.contiguous().mT  # only one such copy exists at a time
                 to.copy_(source if to.is_contiguous() else source.contiguous())
 
     return run
@@ -527,9 +526,9 @@ def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
 def _by_kind(
     targets: list[Tensor], sources: list[Tensor], least: int
 ) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Pairs of matrices, both with their "rows" together, or "turned", where the source has its
-    columns together; the other pairs, "flat", are for torch. With ``least``, the elements that are
-    worth a call, also all that is not turned."""
+    """Sort pairs of matrices into "rows", where both are contiguous along rows, "turned", where the
+    source is contiguous along columns, and "flat", for torch. With ``least``, the elements that are
+    worth a call, all pairs but turned ones are flat."""
     found: dict[str, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     left = [*zip(targets, sources, strict=True)][::-1]
     while left:
@@ -555,7 +554,7 @@ def _by_kind(
 
 
 def _values_at(values: Tensor | None, some: Sequence[int], count: int) -> Tensor | None:
-    """Return the values at these positions; a single value for all is returned as it is."""
+    """Return the values at these positions; a single value for all is returned unchanged."""
     if values is None or not values.ndim or len(some) == count:
         return values
     return torch.stack([values[n] for n in some])
@@ -570,13 +569,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _lerp_weight(momentum: float, buffer: Tensor) -> float:
-    """1 - momentum as `lerp` has it: with it ``buffer.lerp(grad, ...)``, which can be in place, has
-    the bits of ``grad.lerp(buffer, momentum)``, the form of `torch.optim.Muon` (above 0.5)."""
+    """Return 1 - momentum as `lerp` computes it: then ``buffer.lerp(grad, ...)``, possible in
+    place, has the bits of ``grad.lerp(buffer, momentum)`` in `torch.optim.Muon` (above 0.5)."""
     return 1 - (momentum if buffer.dtype is torch.float64 else c_float(momentum).value)
 
 
 def momentum_update(buffer: Tensor, grad: Tensor, h: Hyper) -> Tensor:
-    """`Rule.advance` and `Rule.operands` of one tensor, perhaps ``buffer``: do not write to it."""
+    """Advance one tensor and return its operand, which may be ``buffer``: do not write to it."""
     Rule().advance([buffer], [grad], h)
     return _ahead([buffer], [grad], h)[0] if h.nesterov else buffer
 
@@ -591,7 +590,7 @@ def _ahead(advanced: TensorList, grads: TensorList, h: Hyper) -> Sequence[Tensor
 
 
 def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[Hyper]) -> Tensor:
-    """Return a bound of the elements of each `momentum_update`, ``[n]`` float64; inf where it may
+    """Return a bound on the elements of each `momentum_update`, ``[n]`` float64; inf if they may
     overflow."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf)).double()
     bounds = []
@@ -607,9 +606,9 @@ def operand_peaks(grads: list[Tensor], buffers: list[Tensor], hypers: Sequence[H
 
 
 def _decay_cautiously(targets: TensorList, updates: TensorList, kept: float | Tensor) -> None:
-    """Decay the elements whose update has their sign (or is zero)."""
+    """Decay the elements whose update has the same sign or is zero."""
     decays = torch._foreach_mul(targets, [u.to(t.dtype) for t, u in zip(targets, updates)])
-    torch._foreach_sign_(decays)  # a product may be too small for a comparison with zero
+    torch._foreach_sign_(decays)  # the product may underflow a comparison with zero
     torch._foreach_add_(decays, 1.0)
     torch._foreach_clamp_max_(decays, 1.0)
     torch._foreach_mul_(decays, targets)
@@ -620,7 +619,7 @@ def _decay_cautiously(targets: TensorList, updates: TensorList, kept: float | Te
 def update_norms(updates: Tensor) -> Tensor:
     """Return the norm of each matrix of ``[b, m, n]`` as ``[b]`` float32."""
     if updates.is_cpu:
-        # Row by row: half precision would be copied for a sum in float32. Three digits are enough.
+        # Row by row, because half precision would be copied to float32. Three digits are enough.
         updates = torch.linalg.vector_norm(updates, dim=-1)
     found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
     return found.float()
@@ -630,8 +629,8 @@ def update_norms(updates: Tensor) -> Tensor:
 
 
 class NorMuon(Rule):
-    """NorMuon (arXiv 2510.05491): rows of equal size, by a second moment per row; the norm of each
-    matrix stays. ``beta2`` is the moment's decay."""
+    """NorMuon (arXiv 2510.05491): scale rows to equal size by a second moment per row and keep the
+    norm of each matrix. ``beta2`` is the moment's decay."""
 
     state = (StateSpec("row_moment"),)
     _EPS = 1e-8
@@ -655,8 +654,8 @@ VARIANTS: Mapping[str, type[Rule]] = {"normuon": NorMuon}
 
 
 def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
-    """The rule of a param group, whose ``place`` errors name: TypeError or ValueError if its
-    ``variant`` is none."""
+    """Return the rule of a param group. TypeError or ValueError, which name its ``place``: the
+    ``variant`` is invalid."""
     variant = group.get("variant")
     if isinstance(variant, Rule):
         for name, own in vars(Rule).items():
@@ -691,24 +690,24 @@ def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
 
 # ---- masters -----------------------------------------------------------------------------
 
-# A weight is what its master rounds to, unless somebody wrote to it. No version of a tensor tells:
-# `.data`, numpy and `DTensor` write without raising it. So contents are compared.
+# A weight equals its rounded master unless somebody wrote to it. Versions do not tell: `.data`,
+# numpy and `DTensor` write without raising them. So contents are compared.
 
 
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
-    """A float32 master of a weight that somebody may have written to. Elements that still round to
-    the weight keep their extra bits; the others take the weight."""
+    """Merge a float32 master with a weight that may have been written to: elements that still
+    round to the weight keep their extra bits, others take the weight."""
     return torch.where(master.to(weight.dtype) == weight, master, weight)
 
 
 def rounds_to(master: Tensor, weight: Tensor) -> bool:
-    """Return whether the weight still is its rounded master. Waits for the device."""
+    """Return whether the weight still equals its rounded master. Waits for the device."""
     return bool((master.to(weight.dtype) == weight).all())
 
 
 def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """`merged_master` in place; what has the dtype of its weight is none and stays. Where the host
-    reads without waiting, what nobody wrote to costs a look."""
+    """Run `merged_master` in place, except on masters of their weight's dtype, which are none.
+    Where the host can read, weights that nobody wrote to cost one comparison."""
     if not masters:
         return
     on_host = host_can_read(masters[0].device)
@@ -737,7 +736,7 @@ def _follow(master: Tensor, weight: Tensor, on_host: bool) -> bool:
     """Return whether any weight may have been written to."""
     rounded = master.to(weight.dtype)
     bits = torch.int16 if weight.itemsize == 2 else torch.int8
-    # Compared by numpy: six times as fast there as comparing values.
+    # numpy compares bits here, six times as fast as torch compares values.
     if on_host and np.array_equal(rounded.view(bits).numpy(), weight.view(bits).numpy()):
         return False
     torch.where(rounded == weight, master, weight, out=master)
