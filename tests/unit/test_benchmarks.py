@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import muonbp, step_cost, timing
+from benchmarks import muonbp, step_cost
 from benchmarks.timing import Laps, take_turns
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +40,6 @@ def test_a_contender_that_fails_takes_part_no_more():
     assert times == {"a": [(1.0,)] * 3} and str(failures["b"]) == "too large"
     with pytest.raises(StopIteration):
         take_turns({"a": lambda: (float(next(iter(()))),)}, 1)
-
-
-def test_laps_and_examples_in_docstrings():
-    first, second = timing.laps(lambda: sum(range(300_000)), lambda: None)
-    assert first > second >= 0.0
-    result = doctest.testmod(timing)
-    assert result.attempted >= 2 and not result.failed
 
 
 def test_step_cost_compares_two_checkouts(tmp_path, capsys):

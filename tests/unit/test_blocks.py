@@ -179,14 +179,6 @@ def test_nothing_is_read_too_early(case, training):
     assert bool(reads.early) == (case == "weights of blocks read")
 
 
-def test_the_check_above_notices_a_missing_wait_point():
-    model = TinyGPT()
-    ready = watch(model, without=set(model.blocks[-1].modules()))
-    with Reads(model, ready) as reads:
-        model(TOKENS)
-    assert reads.early
-
-
 _LEAVES = st.sampled_from([lambda: nn.Linear(2, 2), lambda: nn.Conv1d(1, 1, 1), nn.Identity])
 
 
@@ -210,20 +202,6 @@ def test_wait_points_cover_all_parameters_and_have_one_root(model):
     assert {p for point in points for p in point.parameters} == {id(p) for p in model.parameters()}
     assert [point.module for point in points if point.is_root] == [model]
     assert len({id(point.module) for point in points}) == len(points)
-
-
-def test_a_block_starts_while_later_blocks_still_travel():
-    model = TinyGPT(blocks=3)
-    ready = watch(model)
-    seen: list[list[bool]] = []
-    for block in model.blocks:
-
-        def note(*_):
-            seen.append([{id(p) for p in b.parameters()} <= ready for b in model.blocks])
-
-        block.register_forward_pre_hook(note)
-    model(TOKENS)
-    assert seen == [[j <= i for j in range(3)] for i in range(3)]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from dmuon.scheduler.costs import (
     add_to_cache,
     analytic_class,
     cache_directory,
-    device_of,
     nearest_device,
     read_cache,
     resolve_costs,
@@ -274,76 +272,6 @@ def test_devices_are_those_of_the_page_and_of_data_sheets():
         assert device.network == pytest.approx(0.9e9 / 8 * nic), name
 
 
-def test_rates_of_links_and_network_cards():
-    of = {name: (row.link, row.network) for name, row in ANALYTIC_DEVICES.items()}
-    nvlink = {"a800": 200, "h800": 200, "a100": 300, "h100": 450, "h20": 450, "h200": 450}
-    nvlink |= dict.fromkeys(("b200", "gb200", "b300", "gb300"), 900)
-    for name, gb in (nvlink | {"mi300x": 448, "mi250": 50, "ascend-910b": 196}).items():
-        assert of[name][0] == pytest.approx(0.8e9 * gb), name
-    assert of["h100"][1] == pytest.approx(0.9 * 400e9 / 8) == 2 * of["a100"][1]
-    table = CostTable.analytic("h100")
-    slow, own = table.on_network("400Gb/node", 8), table.on_network("400 Gb/GPU", 8)
-    assert slow.device.network == own.device.network / 8 and own.device == table.device
-    assert slow.source == "analytic:h100, nic 400Gb/node"
-    assert device_of(slow.source, "cuda", 8) == slow.device != table.device
-    assert device_of("measured on NVIDIA H200", "cuda", 8) == ANALYTIC_DEVICES["h200"]
-    assert device_of("measured on Some CPU, 1 thread", "cpu", 8) == CPU
-    for unknown in ("mine", "analytic:h100, 7 steps", "analytic:h100, nic fast"):
-        assert device_of(unknown, "cuda", 8) is None
-    assert CostTable("mine").on_network("1Tb/node", 8).device is None
-    for wrong in ("", "400", "400Gb", "400Gb/rack", "-1Gb/gpu", "0Gb/gpu", "x400Gb/gpu"):
-        with pytest.raises(PlanError, match="400Gb/gpu or 400Gb/node"):
-            table.on_network(wrong, 8)
-
-
-def test_a_file_without_links_is_read():
-    table = measured({A: {1: 1.0}}, ANALYTIC_DEVICES["h100"])
-    data = json.loads(table.to_json())
-    assert CostTable.from_json(json.dumps(data)) == table
-    data["device"] = {key: data["device"][key] for key in [*data["device"]][:4]}
-    assert CostTable.from_json(json.dumps(data)).device == AnalyticDevice(
-        *(getattr(table.device, f.name) for f in fields(AnalyticDevice)[:4])
-    )
-
-
-def test_the_model_prices_what_runs():
-    """By the published rows of docs/costs.md."""
-
-    plain = {"triangles": False}
-    h100, a100 = (ANALYTIC_DEVICES[name] for name in ("h100", "a100"))
-    for steps, products in ((1, 10.29), (5, 50.84)):  # marin, two layers of 32 experts
-        shapes = (2560, 2560), (1280, 2560)
-        found = sum(2 * replace(h100, **plain).standard_ms(*s, 32, steps) for s in shapes)
-        assert found == pytest.approx(products, rel=0.02)
-    standard = replace(a100, **plain).standard_ms(2048, 11059, 1, 5)
-    gram = a100.gram_ms(2048, 11059, 1, 5)
-    assert standard / gram == pytest.approx(2.25, rel=0.15)  # DeepSpeed
-    # Operations of large matrices, in m^3: (20 r + 10, 8 r + 28), with triangles (15 r + 5, ...).
-    device = replace(ANALYTIC_DEVICES["h200"], launch_s=0.0, half_batch_dim=0.0)
-    for kernels, counts in ((plain, (90, 60)), ({}, (65, 38))):
-        each = replace(device, **kernels)
-        found = each.standard_ms(8192, 32768, 1, 5), each.gram_ms(8192, 32768, 1, 5)
-        assert found == pytest.approx([1e3 * n * 8192**3 / device.flops for n in counts])
-    # Tiny ones: the bytes of squares count as those of X do.
-    small = device.standard_ms(64, 64, 1000, 5), device.standard_ms(64, 128, 1000, 5)
-    each = 2 * 5 * 64**2 * 1000 / device.bandwidth
-    assert small == pytest.approx([1e3 * each * 9, 1e3 * each * 13])
-    table = CostTable("x", device=device, momentum=False)
-    assert table.batch_ms((8192, 32768, "bfloat16"), 1) == each_form(device, 8192, 32768)[1]
-    assert table.batch_ms((32768, 8192, "bfloat16"), 1) == each_form(device, 8192, 32768)[1]
-    assert table.batch_ms((64, 64, "bfloat16"), 9) == each_form(device, 64, 64, 9)[0]
-
-
-def each_form(device, rows, cols, batch=1) -> tuple[float, float]:
-    return device.standard_ms(rows, cols, batch, 5), device.gram_ms(rows, cols, batch, 5)
-
-
-def test_faster_devices_are_cheaper():
-    order = ["cpu", "h20", "a100", "h100-pcie", "h200", "b200", "gb300"]
-    times = [CostTable.analytic(name).batch_ms((8192, 8192, "bfloat16"), 1) for name in order]
-    assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
-
-
 KEY = CacheKey("Some GPU (80 GB)", "2.13.0+cpu", "torch-1", "float16", 5)
 
 
@@ -399,17 +327,6 @@ def test_what_cannot_be_written_is_a_problem_in_words_and_leaves_the_old_file(
     monkeypatch.setattr(os, "replace", full)
     assert "No space left" in add(folder, {A: {1: 2.0}})
     assert sorted(folder.iterdir()) == before and entries_in(folder) == {A: {1: 1.0}}
-
-
-def test_many_write_at_once_and_a_reader_sees_a_whole_file(tmp_path):
-    def write(number: int) -> None:
-        for i in range(10):
-            assert add(tmp_path, {(number + 1, 100 + i, "float32"): {1: 1.0}}) is None
-            assert entries_in(tmp_path)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(4)))
-    assert len(list(tmp_path.iterdir())) == 1, "nothing temporary is left"
 
 
 def test_the_directory_follows_the_xdg_rules(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.evidence import RESULTS, ROOT, filled, pages
-from benchmarks.nodes import NoNodes
 
 PAGE = ROOT / "docs" / "evidence.md"
 
@@ -28,12 +27,6 @@ def test_a_number_that_was_changed_by_hand_is_found() -> None:
     row = next(line for line in text.splitlines() if line.startswith("| **dmuon** |"))
     changed = text.replace(row, re.sub(r"\d", "0", row, count=1))
     assert changed != text and filled(changed) == text
-
-
-def test_a_table_that_nobody_makes_is_an_error() -> None:
-    page = "<!-- table: end_to_end.nothing -->\n<!-- end of table -->"
-    with pytest.raises(KeyError, match="nothing"):
-        filled(page)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -59,27 +52,11 @@ def test_the_page_is_at_most_1500_words() -> None:
     assert "Limits" in re.findall(r"^## (.*)$", PAGE.read_text(), re.M)
 
 
-def test_the_readme_points_at_it() -> None:
-    assert "docs/evidence.md" in Path(ROOT / "README.md").read_text()
-
-
 def test_a_benchmark_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "why_not", lambda: None)
     muonbp = evidence.MEASURED["muonbp"]
     monkeypatch.setattr(evidence, "MEASURED", {"no_such_benchmark": muonbp})
     assert evidence.measure(again=False) == 1
-
-
-def test_without_nodes_nothing_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kept = tmp_path / "end_to_end.json"
-    kept.write_text("{}")
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    monkeypatch.setattr(evidence, "why_not", lambda: "emulated nodes need root")
-    with pytest.raises(NoNodes, match="need root"):
-        evidence.measure(again=True)
-    assert kept.exists()
 
 
 def test_the_page_of_the_simulator_says_where_it_is_wrong() -> None:

@@ -10,8 +10,7 @@ from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import Batch, OwnershipPlan
-from dmuon.scheduler.problem import Problem, build_problem
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
@@ -32,12 +31,6 @@ def planned(domain_of, domains, world=4, keys=KEYS, solver="auto", layout=Layout
         options=PlannerOptions(time_limit_s=300),  # work limits end it first, on any machine
         limits=OwnerLimits(domains=tuple(domains), domain_of=tuple(domain_of), **limits),
     )
-
-
-def problem_of(plan: OwnershipPlan) -> Problem:
-    prices = {row.key: row.ms for row in plan.prices}
-    world = plan.topology.world
-    return build_problem(plan.specs.matrices, world, plan.limits, prices, plan.layout)
 
 
 def each_rank_alone(**options) -> OwnershipPlan:
@@ -64,22 +57,6 @@ def test_with_nothing_to_decide_every_plan_is_optimal(solver, layout):
     assert certify(plan).ok and certify(plan).proven
 
 
-def test_ranks_with_equal_forced_matrices_stay_interchangeable():
-    domains = [*((r,) for r in range(16)), tuple(range(16))]
-    plan = planned([*range(16), 16, 16], domains, world=16, keys=[KEYS[0]] * 18)
-    problem = problem_of(plan)
-    assert len(problem.classes) == len(problem.shapes) == 1
-    assert len(problem.forced) == 16
-    assert problem.demand.tolist() == [2]
-
-
-def test_free_matrices_evade_the_ranks_with_forced_ones():
-    plan = half_forced()
-    forced = {i for i in range(len(KEYS)) if plan.limits.is_forced(i)}
-    assert all(plan.owners[i] == plan.limits.domains[plan.limits.domain_of[i]][0] for i in forced)
-    assert not any(owner == 0 for i, owner in enumerate(plan.owners) if i not in forced)
-
-
 def test_forced_state_counts_under_a_memory_cap():
     plan = half_forced()
     stored = [0] * 4
@@ -94,17 +71,6 @@ def test_forced_state_counts_under_a_memory_cap():
     tight = half_forced(memory_bytes=max(forced, max(stored) - 1))
     assert max(tight.state_bytes) <= tight.limits.memory_bytes
     assert certify(tight).ok
-
-
-def test_a_dearer_split_of_forced_matrices_is_not_optimal():
-    plan = planned([0] * 6, [(0,)], world=2, keys=[KEYS[0]] * 6)
-    (batch,) = plan.batches
-    assert batch.matrices == tuple(range(6)) and plan.loads_ms == (batch.ms, 0.0)
-    alone = CostTable.analytic("h100").batch_ms(KEYS[0], 1)
-    split = replace(plan, batches=tuple(Batch(0, (i,), alone) for i in range(6)))
-    certificate = certify(split)
-    assert certificate.makespan_ms == pytest.approx(6 * alone)
-    assert "claims to be optimal" in str(certificate)
 
 
 # ---- the sharded layout ------------------------------------------------------------------
@@ -160,13 +126,6 @@ def test_many_alike_domains_are_planned_near_the_bound(extra):
     assert certificate.ok and certificate.proven
 
 
-def test_ranks_that_all_differ_are_still_planned_near_the_bound():
-    plan = experts(8, 4, layers=16, each=2, fixed_ms=tuple(0.01 * r for r in range(32)))
-    assert not plan.search.hit_time_limit
-    assert plan.makespan_ms <= plan.lower_bound_ms * 1.025
-    assert certify(plan).ok
-
-
 # ---- names and reports -------------------------------------------------------------------
 
 
@@ -195,9 +154,3 @@ def test_the_report_tells_copies_and_where_state_lies():
     assert report.to_dict()["certificate"]["proven"]
     without = str(build_report(replace(plan, layout=Layout.REDUCED)))
     assert "with the parameters" not in without
-
-
-def test_the_report_says_when_the_busiest_rank_has_no_choice():
-    text = " ".join(str(build_report(each_rank_alone())).split())
-    assert "whole on that rank alone, so no plan can move them" in text
-    assert "so no plan can move them" not in str(build_report(planned([], [])))

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dmuon
-from dmuon.reference import ReferenceMuon
 from dmuon.types import OwnershipError, SelectionError
 from tests.unit.models import (
     Mixed,
     TinyGPT,
     assert_bitwise,
-    assert_within,
     clone,
     tokens,
     train,
@@ -126,13 +124,6 @@ def test_the_modules_of_transformers_are_found(family):
         alike(form(model), model)
 
 
-def test_splits_and_heads_go_by_the_names_that_are_found():
-    model = Mixed()
-    settings = {"splits": dict(model.splits), "heads": dict(model.heads)}
-    for form in FORMS.values():
-        alike(form(model), model, **settings)
-
-
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": torch.compile,
     "in an attribute": lambda m: nn.ModuleDict({"net": m}),
@@ -202,14 +193,6 @@ def test_two_models_of_one_optimizer_and_one_of_two():
     assert not torch.equal(before, other.weight)
 
 
-def test_modules_that_the_collector_does_not_list():
-    model = Peculiar()
-    frozen = gc.get_freeze_count()
-    gc.freeze()
-    alike(model.parameters(), model)
-    assert gc.get_freeze_count() > frozen
-
-
 def test_nothing_stays_alive_because_something_else_is_frozen():
     gc.freeze()
     model = Peculiar()
@@ -219,18 +202,6 @@ def test_nothing_stays_alive_because_something_else_is_frozen():
     del model, opt
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_trains_as_the_reference(form):
-    model = TinyGPT()
-    twin = clone(model)
-    given = form(model)
-    opt = dmuon.Muon(params=given, lr=0.02, weight_decay=0.0, ns_dtype=torch.float32)
-    train(model, opt, tokens(), range(3))
-    reference = ReferenceMuon(twin, lr=0.02, weight_decay=0.0, ns_dtype=torch.float32)
-    train(twin, reference, tokens(), range(3))
-    assert_within(weights(model), weights(twin), 1e-5)
 
 
 class Around(nn.Module):
@@ -286,23 +257,6 @@ def test_parameters_that_a_framework_exchanges_are_trained(where, form):
         assert_bitwise(weights(model), before)
 
 
-@pytest.mark.parametrize("form", [DROPPED[n] for n in DROPPED if " of " in n])
-@pytest.mark.parametrize("name", [n for n in SMALL if n != "Mixed"])  # it has its own parameters
-def test_a_list_of_parts_of_a_model_is_routed_as_the_model(name, form):
-    model = SMALL[name]()
-    alike(form(model), model)
-
-
-def test_a_list_that_is_the_model_stays_it():
-    """Also where another module has a part of it; and a list in a model has its own names."""
-    layers = nn.Linear(6, 8), nn.Linear(8, 6)
-    model = nn.Sequential(*layers)
-    beside = Around(layers[0])
-    assert dmuon.Muon(model)._run.groups.passed is model
-    around = nn.ModuleDict({"score": model})
-    assert routes(around.score)["1.weight"][0].value == "muon", beside
-
-
 @pytest.mark.parametrize("form", ["parameters", "named_parameters"])
 @pytest.mark.parametrize("kind", ["dict", "list", "module", "one"])
 def test_what_holds_a_models_parameters_once_more_is_not_the_model(kind, form):
@@ -344,13 +298,6 @@ def test_a_parameter_that_no_module_holds_any_more_needs_a_gradient():
 
 def parameter(*shape: int) -> Tensor:
     return nn.Parameter(torch.randn(shape))
-
-
-def test_names_decide_where_no_module_holds_a_parameter():
-    named = [("embed.weight", parameter(9, 4)), ("up.weight", parameter(6, 4))]
-    named.append(("experts.w1", parameter(2, 6, 4)))
-    found = routes(named)
-    assert [str(route[0].value) for route in found.values()] == ["adamw", "muon", "muon"]
 
 
 def test_a_stack_or_a_convolution_that_no_module_holds_is_refused():

@@ -12,7 +12,6 @@ import tarfile
 import threading
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +20,8 @@ import pytest
 import torch
 
 import dmuon
-from benchmarks import gpu, gpu_parts, results
-from benchmarks.results import LOST, Rows
+from benchmarks import gpu, gpu_parts
+from benchmarks.results import Rows
 from benchmarks.rivals import RIVALS
 from dmuon import devices, rule
 from tests.accelerator import Pretended
@@ -76,56 +75,10 @@ def test_every_row_is_on_disk_whatever_others_raise(tmp_path):
     assert again.attempt("late", lambda: {}) and not again.attempt("b", failing(AssertionError()))
 
 
-def test_the_rest_of_a_part_runs_when_a_call_goes_on(tmp_path):
-    """What was interrupted is measured again, what failed is not."""
-    path = str(tmp_path / "rows.json")
-    rows = Rows(path, CPU)
-    assert not rows.attempt("wrong", failing(ValueError()))
-    with pytest.raises(KeyboardInterrupt):
-        rows.attempt("slow", failing(KeyboardInterrupt()))
-    assert on_disk(Path(path))["left_out"] == ["slow"]
-    rows = Rows(path, CPU, resume=True)
-    assert rows.attempt("slow", lambda: {"ms": 1}) and not rows.attempt("wrong", lambda: {})
-    assert [row["name"] for row in rows.rows] == ["wrong", "slow"]
-
-
-def test_a_lost_device_ends_the_process(tmp_path, monkeypatch):
-    """After an illegal access every call of a process fails; another one goes on."""
-    rows = Rows(str(tmp_path / "rows.json"), CPU)
-    rows.device = torch.device("cuda", 0)
-    lost = failing(RuntimeError("an illegal memory access was encountered"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as ended:
-        rows.attempt("a", lost)
-    assert ended.value.code == LOST
-    assert on_disk(tmp_path / "rows.json")["rows"][0]["failure"].startswith("RuntimeError: an ill")
-
-
 def fake_tool(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-FAKE_SMI = """case "$*" in
-*-lms*) while :; do echo "now, 1980 MHz"; sleep 0.1; done;;
-*) echo "580.1, 1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 300.1 W, 700.0 W, 45";;
-esac"""
-
-
-def test_driver_and_clocks_are_recorded(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert results._nvidia_smi() == "nvidia-smi is not on the PATH"
-    fake_tool(tmp_path, "nvidia-smi", FAKE_SMI, monkeypatch)
-    found = results._nvidia_smi()
-    assert isinstance(found, dict)
-    assert found["driver_version"] == "580.1" and found["clocks.sm"] == "1980 MHz"
-    with gpu.clocks(tmp_path):
-        while "1980 MHz" not in (tmp_path / "clocks.csv").read_text():
-            time.sleep(0.01)
-    fake_tool(tmp_path, "nvidia-smi", "exit 9", monkeypatch)
-    assert str(results._nvidia_smi()).startswith("nvidia-smi failed")
 
 
 # ---- parts -------------------------------------------------------------------------------
@@ -166,32 +119,6 @@ def test_how_a_part_ends(tmp_path, monkeypatch, code, limit_s, note):
     assert (outcome["passed"], outcome["note"]) == (not note, note)
 
 
-def test_a_part_is_interrupted_and_what_it_started_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE_S", 4.0)
-    begin = "signal.signal(2, signal.SIG_IGN); signal.pause()"
-    code = f"""
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; {begin}"])
-try:
-    signal.pause()
-except KeyboardInterrupt:
-    rows({{"name": "interrupted", "pid": child.pid}})
-"""
-    # As `main` does: in a shell's background SIGINT would be ignored, here and in what is started.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for limit_s in (8.0, 90.0):  # a busy machine may not have begun before it is interrupted
-            outcome = gpu.run_part(part(code), tmp_path, limit_s)
-            if (tmp_path / "one.json").exists():
-                break
-    finally:
-        signal.signal(signal.SIGINT, before)
-    (row,) = on_disk(tmp_path / "one.json")["rows"]
-    assert outcome["note"] == "out of time" and row["name"] == "interrupted"
-    stat = Path(f"/proc/{row['pid']}/stat")
-    while stat.exists() and stat.read_text().split()[2] != "Z":  # until whoever inherits it looks
-        time.sleep(0.01)
-
-
 WITH_ROWS = """
 import os, sys, torch
 from benchmarks.results import Rows
@@ -201,21 +128,6 @@ for name in "abcde":
     rows.attempt(name, faults.get(name, lambda: {"pid": os.getpid()}))
 sys.exit(1)
 """
-
-
-def test_a_part_has_its_other_rows_whatever_some_do(tmp_path):
-    one = gpu.Part("one", "", 60.0, ("-c", WITH_ROWS))
-    # As a call leaves it that was killed: its part is in no report yet.
-    (tmp_path / "one.json").write_text(json.dumps({"rows": [{"name": "a"}], "running": None}))
-    outcome = gpu.run_part(one, tmp_path, 240.0)
-    rows = on_disk(tmp_path / "one.json")["rows"]
-    failures = [(row["name"], row.get("failure", "").split(":")[0][:12]) for row in rows]
-    wrong = {"b": "the process ", "d": "ZeroDivision"}
-    assert failures == [(name, wrong.get(name, "")) for name in "abcde"]
-    assert ["pid" in row for row in rows] == [False, False, True, False, True], "measured once"
-    assert not outcome["passed"] and outcome["failed"] == 2
-    assert outcome["note"].startswith("2 of 5 rows: b: the process ended")
-    assert outcome["note"].endswith("exit code -6, begun again")
 
 
 def test_a_row_that_hangs_ends_alone(tmp_path):
@@ -229,39 +141,6 @@ def test_a_row_that_hangs_ends_alone(tmp_path):
     assert rows[1]["failure"] == "the process ended while this was measured"
     assert outcome["note"].endswith("exit code 1, begun again") and not outcome["unfinished"]
     assert "Timeout" in (tmp_path / "one.log").read_text(), "where it hung"
-
-
-WORST = {"smoke", "kernels", "tests", "rivals", "whole", "profile"}
-
-
-@pytest.mark.parametrize("share", [0.5, 0.7, 1.0, 2.0])
-def test_a_quarter_of_an_hour_reaches_the_profile(share):
-    """Two calls, of five and of six minutes, in which parts take a share of their limit (2: they
-    are cut off at it, and have more to do)."""
-    now, ended, outcomes = [0.0], [], {}
-
-    def run(one: gpu.Part, out: Path, limit_s: float) -> dict[str, Any]:
-        left = share * one.most_s - sum(s for name, s in ended if name == one.name)
-        ended.append((one.name, min(left, limit_s)))
-        now[0] += min(left, limit_s)
-        row = {"name": one.name, "passed": left <= limit_s, "note": "", "seconds": 1.0}
-        return row | {"unfinished": left > limit_s}
-
-    for minutes in (5, 6):
-        begin = now[0]
-        how = {"run": run, "clock": lambda: now[0]}
-        gpu.run_parts(gpu.parts(), Path(), 60 * minutes, outcomes, **how)
-        assert now[0] - begin <= 60 * minutes
-        if minutes == 5:
-            assert {"smoke", "kernels", "tests"} <= outcomes.keys(), "what counts most"
-    seconds = Counter[str]()
-    for name, s in ended:
-        seconds[name] += s
-    limits = {one.name: one.most_s for one in gpu.parts()}
-    assert all(seconds[name] >= min(1.0, share) * limits[name] for name in WORST), seconds
-    order = [one.name for one in gpu.parts()]
-    assert order[:6] == ["smoke", "kernels", "tests", "rivals", "whole", "profile"]
-    assert share < 1 or not outcomes.keys() >= {*order}
 
 
 def test_parts_fit_calls_and_what_had_no_time_is_waiting():
@@ -289,30 +168,6 @@ def test_parts_fit_calls_and_what_had_no_time_is_waiting():
     assert left == [*names[2:], "smoke"], "what had its time comes last"
 
 
-def test_without_a_gpu_the_plan_is_printed(monkeypatch, capsys):
-    text = (ROOT / "tests/triton_contract.py").read_text()
-    assert all(f"def {name}(" in text for name in gpu_parts.SANITIZED)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 2
-    printed = capsys.readouterr().out
-    assert all(f"python {' '.join(one.command)}" in printed for one in gpu.parts())
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "passed"),
-    [("2 passed, 1 skipped", 0, True), ("1 skipped", 0, False), ("1 failed, 2 passed", 1, False)],
-)
-def test_skipped_tests_are_no_success(monkeypatch, text, code, passed):
-    run = mock.Mock(return_value=subprocess.CompletedProcess([], code, stdout=text, stderr=""))
-    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
-    monkeypatch.setattr(gpu_parts.importlib.util, "find_spec", lambda name: object())
-    rows = Rows(None, CPU)
-    gpu_parts.tests(rows, CPU, toy=False)
-    assert [row["passed"] for row in rows.rows] == [passed]
-    command = run.call_args.args[0]
-    assert command[-3:] == ["-n", "12", "tests/gpu"], "what they compile fills the cache"
-
-
 @pytest.mark.parametrize(("text", "passed"), [("0 errors", True), ("2 errors", False)])
 def test_a_sanitizer_without_errors_passes(tmp_path, monkeypatch, text, passed):
     tool = f"echo 1 passed, ERROR SUMMARY: {text}"
@@ -320,18 +175,6 @@ def test_a_sanitizer_without_errors_passes(tmp_path, monkeypatch, text, passed):
     rows = Rows(None, CPU)
     gpu_parts.sanitizer(rows, CPU, toy=False)
     assert [row["passed"] for row in rows.rows] == [passed] * 3
-
-
-def test_caches_that_do_not_fit_stay_behind(tmp_path):
-    for name in ("a.json", "cache/triton/k/one.cubin", "cache/triton/k/one.ttir", "cache/xdg/c"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(os.urandom(200_000))
-    kept = {"gpu/a.json", "gpu/cache/triton/k/one.cubin", "gpu/cache/xdg/c"}
-    archive = tmp_path / "gpu.tar.gz"
-    assert gpu.pack(tmp_path, archive) == [] and packed(archive) == kept
-    left = gpu.pack(tmp_path, archive, limit=150_000)
-    assert left == ["cache/xdg/c", "cache/triton/k/one.cubin"]
-    assert packed(archive) == {"gpu/a.json"}, "results are always in it"
 
 
 def packed(path: Path) -> set[str]:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kernels, rivals
-from benchmarks.kernels import DEFAULT_SETS, SETS, Case, Contender, Piece, Setup
-from benchmarks.results import Rows
-from dmuon.catalogue import model_specs
+from benchmarks import kernels
+from benchmarks.kernels import Case, Contender, Piece, Setup
 from dmuon.kernels.newton_schulz import newton_schulz
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -27,23 +23,6 @@ TOY = Case("toy", ((2, 24, 40),))
 # ---- cases and arithmetic ----------------------------------------------------------------
 
 
-def test_sets_have_the_shapes_of_the_presets():
-    def shapes(preset: str) -> Counter[tuple[int, int]]:
-        specs = model_specs(preset)
-        return Counter(tuple(sorted((m.rows, m.cols))) for m in specs.matrices)
-
-    for preset, name, layers in (("llama3-8b", "llama-8b", 32), ("gpt2", "gpt2", 12)):
-        (layer_case,) = (c for cases in SETS.values() for c in cases if c.name == f"{name} layer")
-        stacks = layer_case.stacks
-        layer = {tuple(sorted((m, n))): count * layers for count, m, n in stacks}
-        assert shapes(preset) == layer
-    for count, m, n in SETS["vla"][-1].stacks:
-        # Rounded down: a few projections between the towers have shapes of their layers.
-        assert shapes("vla")[m, n] // (27 if m == 1152 else 18) == count, (m, n)
-    assert SETS.keys() >= {*DEFAULT_SETS["cpu"], *DEFAULT_SETS["cuda"]}
-    assert all(len({case.name for case in cases}) == len(cases) for cases in SETS.values())
-
-
 def test_flops():
     square, wide = Case("a", ((1, 64, 64),)), Case("b", ((3, 256, 64),))  # tall counts as wide
     assert kernels.standard_flops(square) == 30 * 64**3
@@ -51,15 +30,6 @@ def test_flops():
     assert kernels.floor_flops(square, torch.float16) == 20 * 64**3
     assert kernels.floor_flops(wide, torch.float16) == 3 * (6 * 4 + 14) * 64**3
     assert kernels.floor_flops(wide, torch.bfloat16) == 3 * (9 * 4 + 11) * 64**3
-
-
-def test_batches_are_those_that_run_and_rounds_those_that_fit():
-    assert kernels.batch_sizes(128, CPU) == {16}
-    assert kernels.batch_sizes(20, CPU) == {16, 4}
-    assert kernels.batch_sizes(20, torch.device("cuda")) == {16, 4, 20}
-    assert kernels.rounds(0.3, 1.25) == 4 and kernels.rounds(0.3, 1000.0) == 41
-    assert kernels.rounds(0.3, 0.11) == 3, "three rounds at least"
-    assert kernels.rounds(0.3, 0.05) == 1, "or one, where it takes far longer than the budget"
 
 
 # ---- contenders --------------------------------------------------------------------------
@@ -92,53 +62,6 @@ def test_all_contenders_compute_the_same():
         assert kernels.error_of(broken, references) == pytest.approx(0.01, rel=0.1)
 
 
-def test_rivals_run_beside_ours_and_missing_ones_are_left_out_by_name(monkeypatch):
-    """In the forms in which their projects offer them; none of these is installed here."""
-    seen: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-
-    def noting(name: str, *given: Any) -> Any:
-        def run(x: torch.Tensor, *more: Any) -> torch.Tensor:
-            assert more == given
-            seen.append((name, tuple(x.shape), x.dtype))
-            return x
-
-        return run
-
-    monkeypatch.setitem(kernels.RATE_PRODUCTS, "cpu", (64, 1))
-    configs = [
-        SimpleNamespace(kwargs={"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k})
-        for m, n, k in (
-            (64, 128, 64), (128, 64, 64), (128, 128, 64), (128, 256, 64), (128, 256, 128)
-        )
-    ]  # fmt: skip
-    lines = {f"ns_line_{n}_kernel": SimpleNamespace(configs=configs) for n in (1, 2)}
-    for name, module in (
-        ("gram_newton_schulz", {"GramNewtonSchulz": lambda **how: noting(f"gram {how}")}),
-        ("flash_muon", {"fast_newtonschulz": noting("flash", 5)}),
-        ("newton_schulz_triton", {
-            "newton_schulz_triton": noting("dion"), **lines}),
-    ):  # fmt: skip
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
-    chosen: Any = defaultdict(lambda: "standard/torch/float32")
-    setup, found = Setup(CPU, F32, chosen, 0.01, False, rivals=True), {}
-    kernels.run_case(setup, {}, TOY, lambda row: found.update({row["contender"]: row}))
-    left_out = {name: row["left_out"] for name, row in found.items() if "left_out" in row}
-    assert left_out.keys() == {"gram-newton-schulz, QuACK", "dion, four steps"}
-    assert "No module named 'quack'" in left_out["gram-newton-schulz, QuACK"]
-    assert "newton_schulz_triton_fast" in left_out["dion, four steps"], "an older file"
-    assert all(line.configs == configs[2:4] for line in lines.values()), "the large ones"
-    found = {name: row for name, row in found.items() if name not in left_out}
-    assert {*rivals.RIVALS} - left_out.keys() <= found.keys()
-    assert all(row["median_ms"] > 0 and "failure" not in row for row in found.values())
-    assert "error" in found["ours"] and "error" not in found["dion"], "they iterate otherwise"
-    (stack,) = TOY.stacks
-    assert {*seen} == {
-        ("gram {'ns_use_kernels': False, 'compile_kwargs': None}", stack, torch.float16),
-        ("dion", stack, torch.bfloat16),
-        ("flash", stack[1:], torch.bfloat16),
-    }
-
-
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_contender_that_fails_does_not_lose_the_others(monkeypatch, at):
     """When it is made, or timed."""
@@ -169,27 +92,6 @@ def test_a_contender_that_fails_does_not_lose_the_others(monkeypatch, at):
     whole = {"date": "", "versions": {}, "left_out": [], "machine": machine}
     text = kernels.page({**whole, "rows": list(found.values())})
     assert "| ours | OutOfMemoryError: 2 GiB |" in text
-
-
-def test_tuning_goes_on_after_a_failure_and_ends_in_time(monkeypatch):
-    choose = kernels.measure.choose_kernels
-    seen: list[float] = []
-
-    def failing(cases: Any, *given: Any, budget_s: float) -> Any:
-        seen.append(budget_s)
-        if cases[0].key[:2] == (24, 40):
-            raise RuntimeError("no candidate is right")
-        return choose(cases, *given, budget_s=budget_s)
-
-    monkeypatch.setattr(kernels.measure, "choose_kernels", failing)
-    cases = [TOY, Case("next", ((1, 32, 48), (2, 40, 56)))]
-    rows = Rows(None, CPU)
-    chosen = kernels.tune(rows, cases, F32, "float32", 1e4)
-    assert [bool(row.get("failure")) for row in rows.rows] == [True, False, False]
-    assert chosen.keys() == {(2, 24, 40), (1, 32, 48), (2, 40, 56)}
-    assert 1e4 > seen[0] > seen[1] > seen[2], "what is left of it"
-    again = kernels.tune(rows, cases, F32, "float32", 1e4)
-    assert again == chosen and len(seen) == 3, "a process before this one has chosen"
 
 
 # ---- verdicts and the command ------------------------------------------------------------

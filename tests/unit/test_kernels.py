@@ -15,12 +15,10 @@ from dmuon.kernels.choice import (
     Speeds,
     backend_version,
     candidates,
-    choose_method,
     common_choice,
     fixed_choice,
     fixed_speeds,
     measured_speeds,
-    multiplications,
     offered_backends,
     ops_of,
     why_not,
@@ -114,14 +112,6 @@ def test_number_of_products_and_when_a_batch_runs_as_one(
     assert StripsOps().batch_rows == RoundedOps(BF16).batch_rows == 511
 
 
-def test_a_tall_matrix_is_not_copied_and_other_strides_are_refused():
-    tall = normalize(gaussian(2, 12, 6), F64)
-    found = iterated(tall, (2,), MatmulOps())  # two products Q X: back in place
-    assert found.data_ptr() == tall.data_ptr() and found.is_contiguous()
-    with pytest.raises(ValueError, match="contiguous batches .* found strides"):
-        iterated(tall[..., ::2], (2,), MatmulOps())
-
-
 # ---- products ----------------------------------------------------------------------------------
 
 
@@ -183,25 +173,7 @@ def test_products_get_memory_that_they_are_fast_on(shape, method, backend):
         assert relative(found if found.shape == expected.shape else found.mT, expected) < 0.05
 
 
-def test_slow_products_are_seen():
-    x, square = torch.zeros(2, 3, 5).mT, torch.zeros(2, 5, 5)
-    for out in (torch.zeros(2, 5, 3), torch.zeros_like(x)):
-        with Products() as seen:
-            torch.baddbmm(x, square, x, out=out)  # x itself is added, by columns
-            torch.bmm(square, x, out=torch.zeros(2, 5, 3))
-        assert (seen.count, len(seen.slow)) == (2, 1)
-
-
 # ---- choices and backends ----------------------------------------------------------------------
-
-
-def test_multiplications_are_those_of_the_published_formulas():
-    for r in (1, 2, 8):
-        gram = (8 * r + 28, 6 * r + 14)
-        formulas = {(1, 2, 3, 4): (20 * r + 10, 15 * r + 5), (2,): gram, (3,): gram}
-        for restarts, expected in formulas.items():
-            found = (multiplications(1, r, restarts, 5, symmetric) for symmetric in (False, True))
-            assert tuple(found) == expected
 
 
 @pytest.mark.parametrize(
@@ -366,27 +338,6 @@ def test_noise_does_not_choose(bf16):
         assert Machine(bf16, 2e-5, 5e11, copied).choice(512, 512) == f"standard/{expected}"
 
 
-def test_it_is_measured_once_and_no_more_than_needed(bf16):
-    machine = Machine(bf16, **ZEN)
-    machine.choice(20, 20)
-    assert machine.products == 0, "rounding errors of the clock would decide"
-    machine.choice(64, 64)
-    first, seconds = machine.products, machine.now
-    assert 0 < first <= 24 and seconds < 2e-3
-    for shape in ((64, 256), (200, 100), (300, 300)):
-        machine.choice(*shape)
-    assert machine.products == first
-    machine.choice(4096, 4096)  # strips win at 512, so 1024 is not measured
-    assert machine.products == 2 * first and machine.now < 0.01
-    machine.choice(64, 64, F32)
-    assert machine.products == 3 * first
-    fixed = {"method": "gram", "backend": "torch_strips"}
-    newton_schulz(torch.ones(40, 80), dtype=F64, steps=0, **fixed)
-    assert machine.products == 3 * first, "nothing is measured for a choice that is given"
-    assert measured_speeds("meta", F32, 512) == fixed_speeds("meta", F32)
-    assert measured_speeds(CPU, F16, 512).backend == "torch_rounded"
-
-
 def test_the_function_runs_what_was_measured(bf16):
     x = gaussian(256, 256).float()
     found = {}
@@ -413,11 +364,3 @@ def test_ranks_that_measured_differently_agree():
         assert common_choice(found, CPU) == (BF16, expected)
     found = {(BF16, few), (F32, few)}
     assert common_choice(found, CPU) == (F32, fixed_speeds(CPU, F32))
-
-
-def test_calls_count_where_matrices_are_small():
-    for call, expected in ((0.0, "gram"), (1e9, "standard")):
-        assert choose_method(128, 512, BF16, 5, Speeds("torch", call, 256)) == expected
-    # Strips save more of the Gram form than of the standard one.
-    for backend, expected in (("torch", "standard"), ("torch_strips", "gram")):
-        assert choose_method(1024, 1536, BF16, 5, Speeds(backend, 1e6, 256)) == expected

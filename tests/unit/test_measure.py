@@ -10,9 +10,7 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -137,32 +135,6 @@ def test_the_median_counts_without_the_first_pass(seconds, enough_s, ms, runs):
     assert times_of([one], timer, enough_s=enough_s) == {one: ms} and len(timer.runs) == runs
 
 
-def test_a_second_in_which_the_machine_is_slow_spoils_no_shape():
-    cases = [Case((m, m, "float32"), b) for m in (50, 60, 70) for b in (1, 2)]
-    timer = FakeTimer(lambda *_: 0.0)
-    timer.seconds = lambda case, _: (
-        (5.0 if (len(timer.runs) - 1) // len(cases) == 2 else 1.0) * as_modelled()(case, "")
-    )
-    assert times_of(cases, timer) == {
-        c: pytest.approx(MODEL.batch_ms(c.key, c.batch), rel=1e-5) for c in cases
-    }
-
-
-def test_a_tight_budget_reaches_all_once_and_a_run_counts_alone():
-    cases = alone(500, 510, 520, 530)
-    total = sum(MODEL.batch_ms(c.key, 1) for c in cases) / 1e3
-    timer = FakeTimer(as_modelled())
-    assert len(times_of(cases, timer, 2.2 * total)) == 4
-    assert max(Counter(timer.runs).values()) <= 3
-    single = MODEL.batch_ms(LARGE, 1) / 1e3
-    cuda = torch.device("cuda")  # it is compiled, captured, and only then timed
-    for device, share, runs in ((CPU, 1.5, 1), (CPU, 0.5, 0), (cuda, 2.5, 0), (cuda, 3.5, 3)):
-        timer = FakeTimer(as_modelled())
-        timer.device = device
-        found = times_of([Case(LARGE, 1)], timer, share * single)
-        assert (len(found), len(timer.runs)) == (bool(runs), runs)
-
-
 sizes = st.tuples(st.sampled_from([8, 32, 100, 300, 700]), st.integers(1, 4), st.integers(1, 5))
 
 
@@ -195,15 +167,6 @@ def test_a_device_much_slower_than_modelled_is_noticed_at_the_smallest_shape():
     known = {Case(SMALL, 1): 100.0 * MODEL.batch_ms(SMALL, 1)}
     assert times_of([Case(LARGE, 1)], FakeTimer(as_modelled(100.0)), budget, known) == {}
     assert times_of([Case(LARGE, 1)], FakeTimer(as_modelled(1.0)), budget) != {}
-
-
-def test_what_runs_out_of_memory_is_left_out():
-    def seconds(case, kernel):
-        if case.batch == 4:
-            raise torch.OutOfMemoryError
-        return 1e-3
-
-    assert {case.batch for case in times_of(CASES, FakeTimer(seconds))} == {1, 2}
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -290,13 +253,6 @@ def test_a_cpu_runs_batches_that_take_long_with_the_kernel_of_a_smaller_one():
         timer.device, timer.runs = torch.device("cuda"), []
         chosen({}, cases, timer=timer)
     assert {case.batch for case, _ in timer.runs} == {1, 2, 4, 8, 16}
-
-
-@pytest.mark.parametrize("dtype", ERROR_LIMITS)
-def test_every_candidate_of_a_cpu_passes_the_gate(dtype):
-    for shape in ((20, 30), (300, 700)):
-        errors = gate_errors(Case((*shape, "float32"), 3), candidates(*shape, dtype, CPU, 5), CPU)
-        assert max(errors.values()) < ERROR_LIMITS[dtype] / 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -451,35 +407,6 @@ def test_a_kernel_that_fails_where_costs_are_measured_is_run_by_nobody():
         table = costs_of(keys=keys, timer=timers([], seconds), fresh=True, ns_dtype=F32)
     assert table.kernels[ONE.key] == {1: RULE}
     assert ONE.key not in table.entries and table.entries[keys[1]] == {1: 1.0}
-
-
-def test_kernels_are_compiled_at_once_before_any_is_timed():
-    together = threading.Barrier(2)
-    seen = []
-
-    def gate(case, choices, device, **how):
-        if threading.current_thread() is not threading.main_thread():
-            together.wait(20)  # nobody comes here alone
-            seen.append((case, *choices))
-            raise RuntimeError("it does not compile")
-        assert len(seen) == 4
-        return dict.fromkeys(choices, 0.0)
-
-    choices = tuple(map(KernelChoice.parse, [RULE, TRITON, TRITON.replace("[2]", "[1,3]")]))
-    cases = [Case((1024 + 48, 4096, "float32"), 3), Case((48, 48, "float32"), 2)]
-    with (
-        mock.patch("dmuon.measure.candidates", return_value=choices),
-        mock.patch("dmuon.measure.gate_errors", gate),
-        mock.patch("os.cpu_count", return_value=2),
-    ):
-        chosen({}, cases, timer=FakeTimer(lambda *_: 1e-3))
-        # As tiles see it: the same remainders, and squares stay square.
-        small = {(304, 512, "float32"), (48, 48, "float32")}
-        assert {case.key for case, _ in seen} == small
-        assert {choice.backend for _, choice in seen} == {"triton"}
-        before = len(seen)
-        chosen({}, cases, budget_s=0.0)
-        assert len(seen) == before, "no time is left"
 
 
 # ---- the real thing ----------------------------------------------------------------------
@@ -651,18 +578,6 @@ def test_a_cpu_is_not_asked_for_batches_of_matrices_that_take_long(tmp_path):
             MIDDLE: pytest.approx({1: 3.0, 2: 5.994, 4: 1.001 * 2 * 5.994}),
         }
     assert not made[-1].runs, "what is not asked for is not missed"
-
-
-def test_noise_does_not_split_batches_on_a_cpu(tmp_path):
-    def seconds(case, kernel):
-        return 1e-3 * case.batch**1.5
-
-    prices = costs_of(tmp_path, [SMALL] * 4, timer=timers([], seconds)).entries[SMALL]
-    assert prices == {1: 1.0, 2: pytest.approx(1.998), 4: pytest.approx(3.992, rel=1e-3)}
-    cuda = {"device": torch.device("cuda"), "kernels": KernelOptions("standard", "torch")}
-    with mock.patch("dmuon.devices.Cuda.name", return_value="H100"):
-        honest = costs_of(tmp_path, [SMALL] * 4, timer=timers([], seconds), **cuda)
-    assert honest.entries[SMALL] == {1: 1.0, 2: pytest.approx(2**1.5, 1e-5), 4: 8.0}
 
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried():

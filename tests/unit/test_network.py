@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -159,12 +158,6 @@ def test_no_solver_has_a_shorter_step(model, shape, nic, each):
     assert ms["auto"] <= min(ms.values()) * (1 + 1e-9), ms
 
 
-def test_planning_gives_the_same_again():
-    first, second = (chosen()[0] for _ in range(2))
-    assert first.fingerprint() == second.fingerprint() and first.step == second.step
-    assert not first.search.hit_time_limit
-
-
 # ---- bytes ---------------------------------------------------------------------------------
 
 
@@ -209,9 +202,3 @@ def test_bytes_are_those_of_the_routes(data, shards, least, size, per_node):
         for of, exchange in zip(every, exchanges, strict=True):
             assert exchange.sent == pytest.approx(of[:, 0].sum(0).mean())
             assert (exchange.inside, exchange.across) == pytest.approx((of[0].max(), of[1].max()))
-
-
-def test_what_a_rank_computes_is_counted_once_for_each_copy():
-    plan, _ = chosen(nic="10Gb/node")
-    every = chain.from_iterable(batch.ranks for batch in plan.batches for _ in batch.matrices)
-    assert len([*every]) == 4 * 48

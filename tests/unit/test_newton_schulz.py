@@ -24,7 +24,7 @@ from dmuon.kernels.newton_schulz import (
     resolve_ns_dtype,
 )
 from dmuon.tensors import normalize
-from tests.products import POLAR, by_hand, gaussian, iterated, relative
+from tests.products import POLAR, gaussian, iterated, relative
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -103,14 +103,6 @@ def test_is_the_polynomial_of_the_singular_values(m, n, name, steps, method, see
     # Gram squares the condition number, and a square Gaussian can be close to singular.
     expected = exact(x / x.norm(), resolve_coefficients(name, steps))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
-
-
-def test_every_form_equals_the_formula():
-    for restarts in ((), (2,), (3,), (1, 3), (1, 2, 3, 4)):
-        for shape in ((1, 1, 7), (1, 16, 16), (1, 97, 31), (3, 24, 40)):
-            x = normalize(gaussian(*shape), F64)
-            found = iterated(x.clone(), restarts)
-            torch.testing.assert_close(found, by_hand(x), rtol=0, atol=1e-8)
 
 
 # ---- accuracy on a zoo of spectra --------------------------------------------------------------
@@ -220,13 +212,6 @@ def test_choice_of_method():
 # ---- normalization and extreme inputs ----------------------------------------------------------
 
 
-def test_powers_of_two_change_no_bit():
-    x = gaussian(9, 14, dtype=F32)
-    expected = newton_schulz(x, dtype=F32, eps=1e-37)
-    for power in range(-100, 101):
-        assert torch.equal(newton_schulz(x * 2.0**power, dtype=F32, eps=1e-37), expected), power
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(F64, 1e-12), (F32, 1e-5), (F16, 0.03), (BF16, 0.03)])
 def test_any_scale_gives_the_same(dtype, bound):
     x = gaussian(20, 33)
@@ -267,16 +252,6 @@ def test_zero_inf_nan_stay_where_they_are(method, dtype, shape):
     assert torch.equal(found[0], torch.zeros_like(found[0]))
     assert not found[1:4].isfinite().any()
     assert torch.equal(found[4:], expected[4:]) and found[4:].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F64])
-def test_looking_at_norms_changes_no_bit(dtype):
-    """`newton_schulz` saves passes where a norm is harmless; optimizers cannot look."""
-    for shape, scale in itertools.product(((12, 40), (3, 40, 12)), (1, 1e-30, 1e30, 0, math.inf)):
-        x = scale * gaussian(*shape, dtype=F32)
-        found = newton_schulz(x, steps=0, dtype=dtype)
-        expected = normalize(x, dtype, out=torch.empty(x.shape, dtype=dtype))  # in more passes
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- what the caller sees ----------------------------------------------------------------------
@@ -361,10 +336,3 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     monkeypatch.setattr(devices, "_has_bf16", [native])
     assert devices.of("cpu").ns_dtype() == resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
-
-
-def test_native_dtype_elsewhere():
-    assert devices.of("cuda").ns_dtype() == devices.of(torch.device("cuda", 3)).ns_dtype() == F16
-    assert devices.of("meta").ns_dtype() == F32
-    for name in (F64, "float64", "torch.float64"):
-        assert resolve_ns_dtype(name, "cuda") == F64

@@ -79,26 +79,6 @@ def test_distances_of_full_steps_are_those_of_the_function(values, count):
         assert all(t - last < math.floor(period(t)) for t in range(last + 1, now))
 
 
-def test_always_full():
-    assert Schedule(1).always_full and Schedule(1.0).always_full
-    assert not any(Schedule(p).always_full for p in (2, math.inf, lambda t: 1))
-
-
-ends = st.floats(1, 1e6) | st.integers(1, 1000)
-
-
-@given(ends, ends, st.integers(1, 1000))
-def test_a_linear_period_goes_from_start_to_end(start, end, steps):
-    period = LinearPeriod(start, end, steps)
-    at = sorted({0, 1, steps // 3, steps // 2, steps - 1, steps})
-    values = [period(t) for t in at]
-    assert values == sorted(values, reverse=end < start)
-    assert values[0] == start and values[-1] == end
-    assert period(steps + 1) == period(10 * steps) == end
-    middle = start + (end - start) * (steps // 2 / steps)
-    assert period(steps // 2) == pytest.approx(middle, rel=1e-9)
-
-
 @given(periods, st.integers(1, 100))
 def test_a_linear_period_is_whole_where_it_should_be(start, steps):
     # One longer each step: a value a rounding error below would cost a whole step.

@@ -167,13 +167,6 @@ def test_layers_of_a_transformer_have_an_owner_for_each_matrix(nodes, dealing):
     assert found[1] < 2.0
 
 
-def test_more_matrices_in_a_layer_than_owners():
-    """Each owner gets its share of a layer: with 4 owners, 3 or 2 of 11."""
-    shapes, layers = model(4, (0,) * 11)
-    owners = Case(shapes, layers, [{0: 11}] * 4, [], Topology.flat(4)).place()
-    assert set(Counter(zip(layers, owners)).values()) == {2, 3}
-
-
 # ---- the order ---------------------------------------------------------------------------
 
 
@@ -185,24 +178,6 @@ def test_where_all_take_alike_nothing_is_worse_than_the_owner_order(nodes):
     order = list(topology.owner_order()) * 7
     found, ideal = contention(case.place(), topology), contention(order, topology)
     assert found[1] == 1.0 and found[0] <= ideal[0]
-
-
-@pytest.mark.parametrize("busy", [4, 8, 12, 16, 20])
-def test_busy_and_idle_owners_are_spread_over_nodes_and_columns(busy):
-    topology = Topology.flat(32, ranks_per_node=8)
-    counts = [{0: 1, 1: 1}] * busy + [{}] * (32 - busy)
-    owners = set(Case(*model(busy, (0, 1)), counts, [list(range(32))], topology).place())
-    assert len(owners) == busy
-    assert max(Counter(map(topology.node, owners)).values()) == -(-busy // 4)
-    assert max(Counter(owner % 8 for owner in owners).values()) == -(-busy // 8)
-
-
-def test_large_and_small_shares_are_handed_out_evenly():
-    """One owner takes half of 400 matrices, the others take one each: in turn, not in blocks."""
-    case = Case([0] * 400, [""] * 400, [{0: 200}] + [{0: 1}] * 200, [], Topology.flat(201))
-    owners = case.place()
-    for end in range(400):
-        assert abs(owners[:end].count(0) - end / 2) <= 12
 
 
 # ---- speed -------------------------------------------------------------------------------
@@ -261,20 +236,3 @@ def test_numbers_count_in_the_natural_order():
     assert sorted(names, key=natural_key) == [
         "9.a", "10.a", "l", "l.2", "l.2.k#9", "l.2.k#10", "l.02.q", "l.2.q", "l.10.q", "m",
     ]  # fmt: skip
-
-
-@given(st.lists(st.text(alphabet="ab.#019²", max_size=6), unique=True), st.randoms())
-def test_the_natural_order_is_total(names, shuffled):
-    expected = sorted(names, key=natural_key)
-    assert len(set(map(natural_key, names))) == len(names)
-    shuffled.shuffle(names)
-    assert sorted(names, key=natural_key) == expected
-
-
-# ---- contention --------------------------------------------------------------------------
-
-
-def test_contention_of_the_xor_order_and_of_rows():
-    topology = Topology.flat(32, ranks_per_node=8)
-    for order, mean in ((topology.owner_order(), 2.61), (range(32), 6.02)):
-        assert contention([*order] * 3, topology) == pytest.approx((mean, 1.0), abs=0.01)

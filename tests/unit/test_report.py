@@ -20,13 +20,11 @@ from torch import nn
 import dmuon
 from dmuon.report import data as report_module
 from dmuon.report.data import LoadBalanceReport, build_report
-from dmuon.report.render import fold_names, printed
+from dmuon.report.render import fold_names
 from dmuon.scheduler.certificate import Certificate
-from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout
@@ -94,15 +92,6 @@ def test_makespan_bound_gap_and_imbalance(owners, world, ms, bound, makespan, ga
     assert report.idle == idle
 
 
-def test_costs_of_zero_divide_nothing():
-    report = report_of([0, 1], 2, [0.0, 0.0], bound=0.0)
-    assert (report.gap, report.imbalance) == (0.0, 0.0)
-    for times in (None, [1.0, 1.0], [0.0, 0.0]):
-        found = build_report(report.plan, times)
-        assert str(found)
-        assert times is None or (found.measured.ratio, found.measured.ratios[0]) == (None, None)
-
-
 def test_a_model_without_matrices_has_a_report():
     plan = replace(plan_of(specs_of([], rest=1), [], 3), lower_bound_ms=0.0)
     report = build_report(plan, [0.0, 0.0, 0.0])
@@ -149,37 +138,6 @@ def test_the_shapes_say_how_matrices_are_batched_and_priced():
     assert all(s.single_ms is None and s.origins == () for s in unpriced)
 
 
-def test_many_shapes_fold():
-    specs = specs_of([(2 + i, 4, "float32") for i in range(30)])
-    text = str(build_report(plan_of(specs, [0] * 30, 2)))
-    assert "14 more shapes" in text
-    shapes = text.partition("\nShapes: dtype float32\n")[2].partition("\nParameters\n")[0]
-    assert len(re.findall(r"^\d+ x \d+ ", shapes, re.M)) == 16
-    assert "dtype" not in shapes, "what all share is told once"
-    other = specs_of([(2 + i, 4, "float32" if i < 29 else "bfloat16") for i in range(30)])
-    assert re.search("^shape +dtype ", str(build_report(plan_of(other, [0] * 30, 2))), re.M)
-    large = specs_of([(4096, 14336 + i, ("float32", "bfloat16")[i % 2]) for i in range(9)])
-    narrow = printed(build_report(plan_of(large, [0] * 9, 2)), width=50)
-    assert len(re.findall(r"^4096 x 143\d\d ", narrow, re.M)) == 9, "in one piece"
-
-
-TALL = (64, 8, "float32")
-
-
-def test_the_bottleneck_is_the_costliest_batch_of_the_busiest_rank():
-    found = report_of([0, 1, 0], 2, [1.0, 3.5, 3.0], bound=3.0).bottleneck
-    assert (found.rank, found.ms, found.batch_ms) == (0, 4.0, 3.0)
-    assert found.matrices == ("m2.weight",)
-
-
-def test_matrices_of_one_rank_alone_are_no_matter_of_planning():
-    limits = OwnerLimits(domains=((0,),), domain_of=(0, 0))
-    specs, price = specs_of([TALL] * 2), {TALL: [6.0, 12.0]}
-    report = build_report(priced(specs, price, owners=[0, 0], world=2, limits=limits))
-    assert not report.bottleneck.movable
-    assert "whole on that rank alone, so no plan can move them" in told(report)
-
-
 def measured_plan(bound: float = 4.0, **fields) -> OwnershipPlan:
     """Rank 0 has a matrix for 4 ms, rank 1 four for 1 ms each."""
     price = {SQUARE: [4.0], WIDE: [1.0, 2.0, 3.0, 4.0]}
@@ -202,21 +160,6 @@ def test_measured_times_are_compared_with_predicted_ones():
         build_report(measured_plan(), [1.0, 2.0, 3.0])
 
 
-def test_a_rank_that_is_slow_in_itself_is_no_reason_but_is_named():
-    plan = priced(specs_of([SQUARE] * 8), {SQUARE: [4.0]}, owners=list(range(8)), world=8)
-    report = build_report(plan, [4.0] * 7 + [8.0])
-    assert "8.000 ms on rank 7, 3.500 ms above ranks that do the same," in told(report)
-    assert not re.search("pay|re-plan|close\\(|anew", str(report)), "no reason for another plan"
-    assert "that do the same" not in told(build_report(plan, [4.0] * 8))
-
-
-def test_fixed_loads_count_in_the_measured_balance_but_not_in_the_ratio():
-    plan = measured_plan(limits=OwnerLimits(fixed_ms=(10.0, 0.0)))
-    measured = build_report(plan, [4.0, 4.0]).measured
-    assert (measured.ratios, measured.loads_ms) == ((1.0, 1.0), (14.0, 4.0))
-    assert measured.makespan_ms == 14.0
-
-
 @pytest.mark.parametrize(("certificate", "shown"), [
     (Certificate(True, True, 4.0, 4.0), "certificate valid"),
     (Certificate(True, False, 4.0, 4.0, ("no proof",)), "bound not proven: no proof"),
@@ -237,13 +180,6 @@ def test_the_report_shows_the_verdict_of_the_certificate(monkeypatch, certificat
     str(build_report(plan, [4.0, 4.0]))
     assert len(checked) == 1, "a plan is checked once"
     report_module._certified.cache_clear()
-
-
-def test_the_bound_of_a_solved_plan_is_proven():
-    plan = solve(specs_of([WIDE, SQUARE, WIDE]), Topology.flat(2), CostTable.analytic())
-    assert "certificate valid" in told(build_report(plan))
-    by_hand = told(report_of([0, 1], 2, [2.0, 2.0], bound=1.0))
-    assert "lower bound 1.000 ms (not proven), gap 100.00%" in by_hand
 
 
 # ---- text and dict -----------------------------------------------------------------------
@@ -305,16 +241,6 @@ def test_each_rank_is_shown_up_to_16_then_the_busiest_and_the_idlest(world, meas
     assert re.search(r"^ *mean +\d+\.\d +\d+\.\d{3}", text, re.M)
 
 
-def test_ranks_that_are_alike_share_a_line():
-    plan = plan_of(specs_of([WIDE] * 32), [*range(32)], 32)
-    lines = str(build_report(plan)).partition("Ranks that are alike")[2].splitlines()
-    assert [line.split()[:2] for line in lines[3:5]] == [["0-31", "1"], []]
-    two = plan_of(specs_of([WIDE] * 48), [*range(32), *range(0, 32, 2)], 32)
-    batches = tuple(replace(b, ms=1.0 + b.owner % 2) for b in two.batches)
-    text = str(build_report(replace(two, batches=batches)))
-    assert text.count("16 ranks ") == 2
-
-
 def test_one_process_gets_three_lines_and_its_routes(tmp_path):
     plan = taking_turns(TinyGPT(), 1)
     report = build_report(plan, [2 * ms for ms in plan.loads_ms])
@@ -324,34 +250,6 @@ def test_one_process_gets_three_lines_and_its_routes(tmp_path):
     assert "certificate" not in text and "Ranks" not in text and "\nParameters\n" in text
     assert f"{report.makespan_ms:.3f} ms a step" in text and ", measured " in text
     assert "<svg" not in page(report, tmp_path)
-
-
-def test_nothing_is_minus_zero():
-    report = report_of([0, 1], 2, [1.0, 0.9999999], bound=1.0000001)
-    assert "-0.0" not in str(report) and "+0.0" not in str(report)
-
-
-def test_sizes_that_differ_by_little_are_not_told_as_three_equal_ones():
-    limits = OwnerLimits(fixed_bytes=(5 << 30, (5 << 30) + 2048))
-    plan = plan_of(specs_of([WIDE] * 2), [0, 1], 2)
-    report = build_report(replace(plan, limits=limits))
-    assert "state per rank: 5.0 GiB (all within 2.0 KiB) parameters" in told(report)
-    memory = report.to_dict()["memory"]
-    assert memory["max"] - memory["min"] == 2048
-
-
-def test_a_made_up_name_of_the_only_axis_is_left_out():
-    plan = report_of([0, 1], 2, [1.0, 1.0], 1.0).plan
-    for axes, shown in ((("fsdp",), "mesh 2 (fsdp): 2 ranks"), (("axis0",), "mesh 2: 2 ranks")):
-        named = replace(plan, topology=replace(plan.topology, axes=axes))
-        assert f"\n{shown} on 1 node" in str(build_report(named))
-
-
-def test_one_number_reads_alike_in_text_and_on_the_page(tmp_path):
-    report = loads_report([0.58351234, 0.5], 0.5)
-    text, drawn = str(report), page(report, tmp_path)
-    assert text.count("0.584") == 4 and drawn.count("0.584") > 4
-    assert "0.5835" not in text + drawn
 
 
 def test_model_mesh_device_and_groups_are_named():
@@ -397,27 +295,6 @@ def test_every_parameter_is_named_with_its_route_and_reason():
     assert sum(elements) == sum(p.numel() for p in model.parameters())
 
 
-def test_a_name_stays_in_one_piece_however_long(tmp_path):
-    name = "model.language_model." + "a_long_part_of_a_name." * 6 + "gate_up_proj.weight"
-    specs = ModelSpecs((ParameterSpec(name, (8,), "float32", Algorithm.ADAMW, "1-D"),), ())
-    report = build_report(solve(specs, Topology.flat(2), CostTable.analytic()))
-    assert f"  8  {name}\n" in f"{report}\n"
-    assert name.replace(".", ".<wbr/>") in page(report, tmp_path)
-    many = [replace(specs.parameters[0], name=f"h.{i}.w") for i in range(12)]
-    report = build_report(solve(ModelSpecs((*many,), ()), Topology.flat(2), CostTable.analytic()))
-    assert ">h.<wbr/>{0..11}.<wbr/>w<" in page(report, tmp_path), "numbers stay in one piece"
-
-
-def test_on_a_narrow_page_each_cell_of_a_wide_table_names_its_column(tmp_path):
-    text = page(measured := build_report(measured_plan(), [4.0, 4.0]), tmp_path)
-    for table in measured._tables():
-        cells = re.findall(r'<td class="\w+" data-of="([^"]*)">', text)
-        assert set(table.headings) <= {*cells}
-    assert text.count('class="scroll lists"') == 2 and text.count('class="scroll"') == 1
-    large = page(loads_report([1.0 + rank for rank in range(20)], 20.0), tmp_path)
-    assert '<tr><td colspan="5">10 more ranks</td></tr>' in large, "no wide first column"
-
-
 def test_names_that_are_alike_are_folded():
     grid = [f"h.{i}.e.{j}.w" for i in range(3) for j in range(2)]
     assert fold_names(grid) == [("h.{0..2}.e.{0,1}.w", 6)]
@@ -437,22 +314,6 @@ def test_a_console_may_show_it_in_colour_and_brackets_are_no_markup():
     assert "\x1b[" in capture.get() and "[bold].weight" in str(report)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", capture.get())
     assert [line.rstrip() for line in plain.rstrip().splitlines()] == str(report).splitlines()
-
-
-def test_what_the_solver_did_is_told():
-    report = build_report(replace(
-        measured_plan(), solver="milp", status="time_limit",
-        search=Search(
-            (("greedy", 5.0), ("round_robin", 8.0)), engine="HiGHS", hit_time_limit=True,
-            note="CBC was asked for but is not installed",
-        ),
-    ))  # fmt: skip
-    for text in (
-        "MILP (HiGHS): stopped by the time limit, depends on the clock, 0.00 s",
-        "CBC was asked for but is not installed",
-        "greedy 5.000 ms (+25.0%), round robin 8.000 ms (+100.0%)",
-    ):
-        assert text in told(report)
 
 
 def test_the_report_of_an_ownership_is_that_of_its_plan():
@@ -524,30 +385,6 @@ def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_n
             assert size(rect, "x") + size(rect, "width") <= 100.5
 
 
-def test_bars_begin_at_zero_so_that_a_small_difference_is_small(tmp_path):
-    loads = [10.0 + 0.05 * (rank % 2) for rank in range(32)]
-    text = page(loads_report(loads, 10.0), tmp_path)
-    (drawn,) = pictures(text)
-    assert len(drawn) == 32
-    for rank, (title, rects, texts) in enumerate(drawn):
-        assert title == f"rank {rank}: {loads[rank]:.3f} ms"
-        assert texts == [f"rank {rank}", "+0.50%" if rank % 2 else "0.00%"]
-        assert size(rects[0], "x") == 20 and rects[0].get("class") == "less"
-        assert sum(size(r, "width") for r in rects) == pytest.approx(
-            62 * loads[rank] / 10.05, abs=0.1
-        )
-        assert [r.get("class") for r in rects[1:]] == ["more"] * (rank % 2)
-    axis = [t.text for t in next(parsed(text).iter("svg")).findall("text")]
-    assert axis == ["0", "2", "4", "6", "8", "10", "ms"]
-    (mixed,) = pictures(page(loads_report([9.0, 10.5, 0.0], 10.0), tmp_path))
-    assert [[r.get("class") for r in rects] for _, rects, _ in mixed] == [
-        ["less"],
-        ["less", "more"],
-        [],
-    ]
-    assert mixed[2][2] == ["rank 2", "idle"]
-
-
 def test_the_page_holds_what_the_text_holds(tmp_path):
     """Names and notes are escaped."""
     evil = ParameterSpec("<script>", (2,), "float32", Algorithm.FROZEN, "<script>")
@@ -574,14 +411,6 @@ def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     with pytest.raises(FileNotFoundError, match=r"directory .*missing does not exist"):
         report.to_html(tmp_path / "missing" / "report.html")
-
-
-def test_in_a_shell_a_report_is_short_and_in_a_notebook_a_page():
-    report = build_report(plan := taking_turns(Mixed(), 4, solver="greedy"))
-    assert len(repr(report)) < 80 and "4 ranks" in repr(report)
-    assert len(repr(plan)) < 80 and "ranks=4" in repr(plan)
-    page = report._repr_html_()
-    assert page.startswith("<iframe srcdoc=") and page.count('"') == 6, "the page is escaped"
 
 
 def golden_report() -> str:

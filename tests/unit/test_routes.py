@@ -20,7 +20,7 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError, runs_of
-from tests.unit.models import Mixed, plan_of, specs_of, tree
+from tests.unit.models import plan_of, tree
 
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 
@@ -130,44 +130,6 @@ def test_routes_are_a_function_of_the_plan_alone(plan, size):
     groups = [m.parameter % 2 for m in plan.specs.matrices]
     units = units_of(plan, groups)
     assert units == units_of(again, groups)
-
-
-def test_neighbouring_matrices_of_one_owner_are_one_span():
-    specs = collect(tree({"w1": (5, 2, 3)}))
-    plan = plan_of(specs, [0, 0, 1, 0, 0], 2)
-    (bucket,) = gradient_buckets(plan, 1)
-    spans = {
-        segment.shard: [(s.start, s.numel, s.matrices) for s in segment.spans]
-        for segment in bucket.segments
-    }
-    assert spans == {
-        0: [(0, 12, (0, 1)), (18, 12, (3, 4))],
-        1: [(12, 6, (2,))],
-    }
-
-
-def test_owners_come_by_rank_and_everyone_last_and_parameters_keep_their_order():
-    plan = plan_of(specs_of([(2, 3, "float32")] * 3, rest=2), [2, 0, 1], 3)
-    (bucket,) = gradient_buckets(plan, 1 << 20)
-    assert [segment.shard for segment in bucket.segments] == [0, 1, 2, EVERYONE]
-    bucket = one_bucket(plan_of(specs_of([(2, 3, "float32")] * 3), [0, 0, 0], 1), [2, 0])
-    assert bucket.parameters == (2, 0)
-    assert [span.parameter for span in bucket.segments[0].spans] == [2, 0]
-
-
-def test_a_transposed_convolution_is_one_span():
-    model = Mixed()
-    specs = collect(model, splits=Mixed.splits, heads=Mixed.heads)
-    plan = plan_of(specs, [i % 3 for i in range(len(specs.matrices))], 3)
-    index = next(m.parameter for m in specs.matrices if m.form.is_in_out)
-    spans = [
-        span
-        for bucket in gradient_buckets(plan, 1)
-        for segment in bucket.segments
-        for span in segment.spans
-        if span.parameter == index
-    ]
-    assert [(s.start, s.numel) for s in spans] == [(0, model.deconv.weight.numel())]
 
 
 @pytest.mark.parametrize("cut", [[4, 5], "interleaved:3"], ids=["beside each other", "interleaved"])

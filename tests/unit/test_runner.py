@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -117,26 +114,6 @@ def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_grap
         assert (recorder.captured, recorder.replayed) == (captured, 2 * captured)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kernel"),
-    [
-        ((3, 6, 9), "standard/torch/float32"),
-        ((1, 9, 6), "gram[1,3]/torch/bfloat16"),
-        ((2, 530, 520), "gram[1,2,3]/torch_rounded/bfloat16"),
-    ],
-)
-def test_everything_lies_in_the_workspace(built, shape, kernel):
-    runner = Orthogonalizer(CPU, getattr(torch, kernel.rpartition("/")[2]))
-    call = Call(shape, POLAR, kernel)
-    runner.reserve([call])
-    result = runner.run(call, runner.operand(call).copy_(normalized(*shape)))
-    (memory,) = built
-    pieces = sorted((t.data_ptr(), t.nbytes) for t in memory)
-    assert all(a + nbytes <= b for (a, nbytes), (b, _) in pairwise(pieces)), "nothing overlaps"
-    assert pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + runner.nbytes, "nor lies outside"
-    assert result.data_ptr() in {t.data_ptr() for t in memory}
-
-
 def test_what_was_reserved_is_prepared_again_where_it_moved(built):
     runner = Orthogonalizer(CPU, F32)
     call, larger = Call((2, 6, 9), POLAR, STANDARD), Call((8, 6, 9), POLAR, STANDARD)
@@ -150,18 +127,6 @@ def test_what_was_reserved_is_prepared_again_where_it_moved(built):
         check(runner, larger, seed)
         check(runner, call, seed)
     assert len(built) == 6 + 2
-
-
-def test_operands_of_the_caller_are_told_apart(built):
-    recorder = Recorder()
-    runner = Orthogonalizer(CPU, F32, capture=recorder)
-    call, part = Call((2, 6, 9), POLAR, STANDARD), Call((1, 6, 9), POLAR, STANDARD)
-    buckets = [*torch.empty(2, 2, 6, 9)]
-    runner.reserve([], [(call, x) for x in buckets])
-    for seed in range(4):
-        for one, x in ((call, buckets[0]), (call, buckets[1]), (part, torch.empty(1, 6, 9))):
-            check(runner, one, seed, x=x)
-    assert recorder.captured == 2 and len(built) == 2 + 4
 
 
 def test_new_settings_are_prepared_for_once_and_what_never_comes_again_does_not_pile_up(built):
@@ -181,25 +146,6 @@ def test_new_settings_are_prepared_for_once_and_what_never_comes_again_does_not_
     assert len(runner._prepared) <= 160
     assert "4 x [6, 9]" in runner.report()["ran"]
     check(runner, planned, 0)
-
-
-@pytest.mark.parametrize(
-    ("backend", "duplicate"),
-    [("torch_strips", copy.deepcopy), ("torch_rounded", lambda r: pickle.loads(pickle.dumps(r)))],
-)
-def test_a_copy_computes_in_memory_of_its_own_and_starts_without_graphs(backend, duplicate):
-    dtype = "bfloat16" if backend == "torch_rounded" else "float32"
-    runner = Orthogonalizer(CPU, getattr(torch, dtype), capture=Recorder())
-    call = Call((2, 520, 530), POLAR, f"gram[1,3]/{backend}/{dtype}")
-    runner.reserve([call])
-    check(runner, call, 0)
-    result = runner.run(call, runner.operand(call).copy_(normalized(*call.shape)))
-    kept = result.clone()
-    twin = duplicate(runner)
-    assert twin.report()["cuda_graphs"] == "0 of 0 captured"
-    check(twin, call, 0, 1, 2)
-    assert torch.equal(result, kept) and twin.nbytes == runner.nbytes
-    assert twin.report()["cuda_graphs"] == "1 of 1 captured"
 
 
 def test_operands_must_be_those_of_the_call():
@@ -314,19 +260,6 @@ def test_options_that_contradict_a_saved_plan_and_plans_that_diverge_are_refused
         with pytest.raises(ValueError, match="with which the iteration diverges"):
             dmuon.Muon(model)
         own.close()
-
-
-@pytest.mark.parametrize("method", ["auto", "gram[2]"])
-def test_the_number_of_steps_may_change_in_training(method):
-    model = torch.nn.Linear(4, 6)
-    own = dmuon.dedicate_params(model, kernels=KernelOptions(method=method))
-    opt = dmuon.Muon(model, ns_dtype=F32)
-    for steps in (5, 1, 9, 2):
-        opt.param_groups[0]["ns_steps"] = steps
-        before = model.weight.detach().clone()
-        trained(model, opt)
-        assert 0 < float((model.weight.detach() - before).abs().max()) < 1, steps
-    own.close()
 
 
 def trained(model: torch.nn.Module, opt: dmuon.Muon) -> dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterable
 
 import pytest
@@ -16,7 +15,6 @@ from torch.nn.utils import parametrize, prune, spectral_norm
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import dmuon
-from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import Member, collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, SelectionError
@@ -355,15 +353,6 @@ def test_what_would_fit_a_weight_stored_the_other_way_is_named(options):
             collect(model, **options)
 
 
-def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
-    model = nn.Module()
-    model.weight = nn.Parameter(numbered(6, 12).t())
-    (matrix,) = collect(model).matrices
-    assert matrix.view(model.weight).data_ptr() == model.weight.data_ptr()
-    with pytest.raises(SelectionError, match=r"'weight'.*contiguous"):
-        collect(model, heads={"weight": 2})
-
-
 @pytest.mark.parametrize("form", [
     lambda m: m, lambda m: list(m.named_parameters()), lambda m: m.parameters(),
 ], ids=["module", "named", "bare"])  # fmt: skip
@@ -416,33 +405,6 @@ def test_factors_of_a_parametrization_are_weights_both(rows, cols):
     assert [m.shape for m in specs.matrices] == [(rows, 4), (4, cols)]
 
 
-def test_names_that_look_like_originals_are_no_parametrizations():
-    """A parameter of the user's own, beside which there is no weight that is computed."""
-    linear = nn.Linear(4, 4)
-    linear.low_v = nn.Parameter(torch.ones(4, 4))
-    specs = collect(nn.ModuleDict({"a": linear}))
-    assert [p.reason for p in specs.parameters if "low" in p.name] == [
-        "bare parameter 'low_v' is not named as a weight"
-    ]
-
-
-def test_a_parametrized_weight_is_trained_as_the_reference_trains_it():
-    torch.manual_seed(0)
-    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
-    twin = copy.deepcopy(model)
-    settings = {"lr": 0.02, "ns_dtype": torch.float32}
-    reference = ReferenceMuon(twin, **settings)
-    opt = dmuon.Muon(model, **settings)
-    for step in range(3):
-        for m, o in ((model, opt), (twin, reference)):
-            m(torch.full((3, 8), step + 1.0)).square().mean().backward()
-            o.step()
-            o.zero_grad()
-    for p, q in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
-    assert opt.state[model[0].parametrizations.weight.original1].keys() == {"momentum_buffer"}
-
-
 def test_select_overrides_every_default_rule():
     """It is given the stripped name, as patterns are, and the parameter."""
     model = tree({"pos_embed": (4, 6), "lm_head.weight": (1, 6), "a.weight": (4, 6)})
@@ -468,13 +430,6 @@ def test_select_cannot_force_what_is_no_matrix(shape):
     model = tree({"a.weight": (4, 6), "odd": shape})
     with pytest.raises(SelectionError, match=r"'odd'.*return False"):
         collect(model, select=lambda name, p: True)
-
-
-def test_an_empty_selection_is_refused_with_the_reason_of_every_parameter():
-    with pytest.raises(SelectionError) as error:
-        collect(tree({"lm_head.weight": (4, 6), "norm.weight": (4,), "pos_embed": (3, 4)}))
-    for name in ("lm_head.weight", "norm.weight", "pos_embed"):
-        assert name in str(error.value)
 
 
 def elsewhere() -> nn.Module:
@@ -527,13 +482,6 @@ def test_wrappers_leave_no_trace_in_names_and_routes(wrap):
     inner = build()
     inner["body"].up = wrap(inner["body"].up)
     assert collect(build()) == collect(wrap(build())) == collect(inner)
-
-
-def test_two_parameters_never_share_a_name():
-    # A user's own attribute may be called `module`; stripping it must not merge two names.
-    model = wrapped_in_module_attribute(nn.Linear(4, 4, bias=False))
-    model.weight = nn.Parameter(torch.zeros(4, 4))
-    assert len({p.name for p in collect(model).parameters}) == 2
 
 
 # ---- properties of any selection ---------------------------------------------------------
@@ -604,12 +552,6 @@ def assert_matrices_tile(model: nn.Module, **options: object) -> None:
         assert torch.equal(torch.cat(seen).sort().values, torch.arange(float(p.numel())))
 
 
-@settings(max_examples=40)
-@given(models())
-def test_views_of_matrices_tile_their_parameter(model):
-    assert_matrices_tile(model)
-
-
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -656,12 +598,3 @@ def test_a_group_that_names_its_algorithm_wins_over_rules_and_select():
     ]  # fmt: skip
     with pytest.raises(SelectionError, match=r"'bias'.*algorithm=\"adamw\""):
         collect([Member("bias", torch.zeros(4, requires_grad=True), MUON)])
-
-
-@settings(max_examples=20)
-@given(models())
-def test_names_keep_the_order_of_the_modules_parameters(model):
-    named = model.named_parameters(remove_duplicate=False)
-    specs = collect([Member(name, p, None, model) for name, p in named])
-    expected = [(name, tuple(p.shape)) for name, p in trainable_parameters(model)]
-    assert [(p.name, p.shape) for p in specs.parameters] == expected

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.comm.routes import BucketRoute, bucket_route, turns_of, units_for
+from dmuon.comm.routes import bucket_route, turns_of, units_for
 from dmuon.dtensors import local_box
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, buckets_of, cut_buckets, units_of
@@ -297,85 +297,11 @@ def test_every_holder_gets_every_update_once(data, shards, least, size, per_node
             )
 
 
-@pytest.mark.parametrize("nodes, each", [(2, 4), (4, 2)])
-@pytest.mark.parametrize("replicas", [None, 2, 4, 8])
-def test_no_byte_crosses_to_a_node_twice(nodes, each, replicas):
-    """Of the replicas' all-gathers, and of publishing, which is of ranks that are replicas: what a
-    node receives is what its ranks did not compute, once."""
-    matrices = [MatrixSpec(f"p{i}", i, 16, 8, "float32") for i in range(16)]
-    specs, mesh = specs_of([(16, 8)] * 16, matrices), (replicas or 1, 8 // (replicas or 1))
-    dims = [(REPLICATE, 0 if replicas else REPLICATE)] * 16
-    made = shard_everywhere(specs, mesh, dims, [[0, 1]] * 16)
-    topology = Topology.flat(8, ranks_per_node=each)
-    units, node = units_of(planned(made), [0] * 16), topology.node
-    crossed = torch.zeros(nodes)
-    for rank in range(8):
-        route = bucket_route(made, topology, units, range(len(units)), rank)
-        spreads = [(one.columns, one.others.splits) for one in route.replications]
-        spreads += [(route.columns, route.updates.splits)] * bool(route.columns)
-        for columns, splits in spreads:
-            for ranks, parts in turns_of(columns, splits, rank):
-                far = (n for r, (_, n) in zip(ranks, parts, strict=True) if node(r) != node(rank))
-                crossed[node(rank)] += sum(far)
-    # A replica's shards may lie on several nodes, each of which needs a part.
-    copies = min(nodes, replicas or nodes)
-    assert crossed.sum() == (copies - 1) * 16 * 16 * 8
-
-
 def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
     """What goes to (or comes from) a peer, in order."""
     start = sum(message.splits[:peer])
     end = start + message.splits[peer]
     return [(i, p.box) for p in message.parts if start <= p.start < end for i in p.matrices]
-
-
-def sent_by(route: BucketRoute, rank: int) -> int:
-    """Elements that leave a rank."""
-    found = sum(m.numel - m.splits[rank] for m in (route.held, route.owned))
-    for one in route.replications:
-        order = [*chain(*one.columns)]
-        found += one.others.splits[order.index(rank)] * (len(order) - 1)
-    return found
-
-
-@pytest.mark.parametrize("replicas, count", [(1, 4), (2, 2), (4, 2)])
-def test_traffic_is_what_the_design_says(replicas, count):
-    matrices = [MatrixSpec(f"p{i}", i, 16, 8, "float32") for i in range(8)]
-    specs = specs_of([(16, 8)] * 8, matrices)
-    made = shard_everywhere(specs, (replicas, count), [(REPLICATE, 0)] * 8, [[0, 1]] * 8)
-    units = units_of(planned(made), [0] * 8)
-    everything = range(len(units))[::-1]  # owners in another order than ranks
-    at = Topology.flat(made.world)
-    routes = [bucket_route(made, at, units, everything, r) for r in range(made.world)]
-    # What comes from owners arrives where replicas gather it.
-    assert all(len(r.replications) == (replicas > 1) for r in routes)
-    assert all(one.is_all and not one.copies for r in routes for one in r.replications)
-    total = sum(sent_by(route, rank) for rank, route in enumerate(routes))
-    assert total == 8 * 16 * 8 * (2 * (count - 1) / count + replicas - 1)
-
-
-def test_experts_belong_to_the_ranks_that_hold_them():
-    matrices = [MatrixSpec(f"e{e}", 0, 6, 6, "float32", 36 * e, Form.STACK) for e in range(4)]
-    made = shard_everywhere(specs_of([(4, 6, 6)], matrices), (2, 2), [(1, 0)], [[1, 0]])
-    assert made.domains == ((0, 2), (0, 2), (1, 3), (1, 3))
-    limits = made.limits(None)
-    assert limits.domains == ((0, 2), (1, 3))
-    assert limits.fixed_bytes == (4 * 36,) * 4
-
-
-def test_copies_are_matrices_of_their_own():
-    spec = specs_of([(4, 4)], [MatrixSpec("gate", 0, 4, 4, "float32")])
-    places = [((0, 2), 0), ((1, 3), 0), ((0, 2), 2), ((1, 3), 2)]
-    reports = [
-        RankShards.of(rank, [held(pair, (), (row, 0), (2, 4))])
-        for rank, (pair, row) in enumerate(places)
-    ]
-    made = shard_map(spec, reports)
-    assert [m.name for m in made.specs.matrices] == ["gate (copy 1 of 2)", "gate (copy 2 of 2)"]
-    assert made.domains == ((0, 2), (1, 3))
-    assert [made.counts(0, r) for r in range(4)] == [True, False, True, False]
-    owners = planned(made).owners
-    assert owners[0] in (0, 2) and owners[1] in (1, 3)
 
 
 BOTH = (0, 1)
@@ -396,16 +322,6 @@ def test_contradictions_are_refused(shards, words):
     shard_map(spec, [RankShards.of(r, [s]) for r, s in enumerate((TOP, BOTTOM))])
     with pytest.raises(OwnershipError, match=words):
         shard_map(spec, [RankShards.of(r, [s]) for r, s in enumerate(shards)])
-
-
-def test_a_matrix_box_follows_its_form():
-    conv = MatrixSpec("c[2:5]", 0, 3, 12, "float32", 24)
-    assert conv.box((8, 4, 3)) == Box((2, 0, 0), (3, 4, 3))
-    assert conv.form.matrix_shape((3, 2, 3)) == (3, 6)
-    assert Form.FLAT_IN_OUT.matrix_shape((4, 4, 3)) == (4, 12)
-    expert = MatrixSpec("e", 0, 2, 5, "float32", 2 * 3 * 15 + 15 + 5, Form.STACK)
-    assert expert.box((4, 3, 3, 5)) == Box((2, 1, 1, 0), (1, 1, 2, 5))
-    assert expert.form.matrix_shape((1, 1, 2, 3)) == (2, 3)
 
 
 def test_buckets_share_out_every_owners_time():

@@ -21,9 +21,7 @@ from dmuon.catalogue import model_specs
 from dmuon.scheduler.costs import CostTable, Rates
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.simulate import (
-    ACROSS,
     DEVICE,
-    INSIDE,
     Exchange,
     Group,
     Load,
@@ -91,19 +89,6 @@ def test_routes_carry_what_theory_says(shape, each):
         assert sent(of, name) == pytest.approx(theirs[name], rel=1e-9), name
 
 
-@pytest.mark.parametrize("fault", ["half of what is sent", "a rank that gets nothing"])
-def test_a_fault_in_the_bytes_of_a_route_is_found(fault, monkeypatch):
-    whole = network.Routes._elements
-
-    def faulty(*args):
-        numel = whole(*args).copy()
-        numel[-1:] *= 0
-        return numel / 2 if fault.startswith("half") else numel
-
-    monkeypatch.setattr(network.Routes, "_elements", faulty)
-    assert sent(job(), "gather") != pytest.approx(expected(job(), 8)["gather"], rel=1e-3)
-
-
 def test_what_layouts_publish_and_frameworks_move():
     whole = job().work.whole
     matrices = theory.Matrices.of(int(whole), 4, updates=2)
@@ -149,29 +134,6 @@ def specs_of(model, algorithm):
     return [specs.parameters[i] for i in some]
 
 
-def test_what_crosses_nodes():
-    """Updates of 16 ranks on 4 nodes by hand: what a node's ranks own crosses to each other one
-    once."""
-    numel = job().work.whole
-    ring, messages = (
-        sum(t.across for b in job(Layout.REPLICATED, (16,), 4, machine=m).buckets for t in b.turns)
-        for m in (GPU, CPU)
-    )
-    # Each of four rings, or ranks, brings its part of the updates to the other nodes.
-    assert ring == pytest.approx(2 * numel / 4 * 3 / 4, rel=0.1)
-    assert messages == pytest.approx(2 * numel / 4 * 3 / 4, rel=0.35)  # owners are not alike
-    # HSDP: one ring per shard, between nodes of its own.
-    of = job(shape=(4, 4), each=4)
-    across = sum(t.across for b in of.buckets for t in b.turns if t.purpose == "replicate")
-    assert across == pytest.approx(2 * numel / 4 * 3 / 4)
-    # A card per rank: the busiest rank counts, not the mean of its node.
-    own, shared = (
-        sum(b.gather.across for b in job(shape=(16,), machine=replace(GPU, is_shared=s)).buckets)
-        for s in (False, True)
-    )
-    assert own > 1.02 * shared
-
-
 @pytest.mark.parametrize(
     ("purpose", "how", "program"),
     [
@@ -195,19 +157,6 @@ def test_nothing_is_forgotten(purpose, how, program, monkeypatch):
     assert simulate(of, program).ms >= before + 49
 
 
-def test_forward_again_and_experts_tokens():
-    once, twice = (simulate(job(load=replace(LOAD, recompute=r))).parts for r in (False, True))
-    assert twice["backward"] == pytest.approx(once["backward"] + once["forward"], rel=0.1)
-    blocks = blocks_of(model_specs("qwen3-30b-a3b"), Load(1000, 0, active=8, ep=4))
-    assert blocks[1].routed == 8 * 1000 * 2048 * 2
-    copies = simulate(job()).parts["copies of FSDP"]
-    every = 4 * sum(p.numel for p in model_specs("gpt2").parameters)
-    assert copies == pytest.approx(1e3 * 2 * 3 * every / RATES.new, rel=0.4)  # the root comes once
-    far = Machine.of(H100, Topology.flat(8, ranks_per_node=4))
-    hop = far.ms(Exchange("", 1, 1, 0.0, 1.0, 1.0)) - far.ms(Exchange("", 1, 0, 0.0, 1.0, 1.0))
-    assert hop == pytest.approx(0.0106)  # NCCL: 14 us to another node, 3.4 inside one
-
-
 def test_collectives():
     for op in ("all_gather", "all_reduce"):
         found = collective("", op, 800.0, Group(8, 4), is_gloo=False)
@@ -227,7 +176,6 @@ def test_collectives():
 
 MS = 1e7  # bytes that take a millisecond across nodes
 FAR = Exchange("far", 1, 1, 0.0, MS, MS)
-NEAR = Exchange("near", 1, 0, 1e8, 0.0, 1e8)
 
 
 def test_what_travels_hides_behind_computing():
@@ -242,15 +190,6 @@ def test_what_travels_hides_behind_computing():
     run.compute("more", "work", np.array([0.5, 1.0]))
     assert run.parts() == {"work": 4.0, "wait for far": 1.0}
     assert run.critical_path() == {"work": 4.0, "far": 1.0}
-
-
-def test_a_wire_carries_one_thing_at_a_time_and_two_wires_two():
-    run = Run(GPU, 1)
-    numbers = [run.send(name, each) for name, each in (("a", FAR), ("b", FAR), ("c", NEAR))]
-    for number in numbers:
-        run.wait(number)
-    assert run.now.tolist() == [2.0]
-    assert {span.on for span in run.spans} == {DEVICE, INSIDE, ACROSS}
 
 
 def test_on_gloo_what_is_under_way_shares_a_wire():
@@ -281,38 +220,12 @@ def test_the_host_may_be_what_is_slow():
     assert run.now.tolist() == [10.5]
 
 
-def test_cores_that_send_do_not_compute():
-    busy = replace(CPU, rates=replace(RATES, sent_s=1e-3 / MS))
-    run = Run(busy, 1)
-    number = run.send("a", FAR)  # a millisecond on the wire, and one of work
-    run.compute("work", "work", 5.0)
-    run.wait(number)
-    assert run.now.tolist() == [6.0]
-
-
 @pytest.mark.parametrize("program", [adamw, full_step, block_step, redundant_step])
 @pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
 def test_parts_and_critical_path_add_up(program, machine):
     step = simulate(job(machine=machine, model="llama3.2-1b", clips=True), program)
     assert sum(step.parts.values()) == pytest.approx(step.ms)
     assert sum(step.critical_path.values()) == pytest.approx(step.ms)
-
-
-def test_half_the_network_moves_what_crosses_nodes_and_nothing_else():
-    machine = replace(CPU, rates=replace(RATES, turn_s=0.0))
-    before, after = (
-        simulate(job(machine=replace(machine, across=rate), shape=(2, 4))).run.spans
-        for rate in (1e10, 5e9)
-    )
-    for one, two in zip(before, after, strict=True):
-        lengths = (one.end - one.begin).max(), (two.end - two.begin).max()
-        if one.on == ACROSS:
-            assert lengths[1] == pytest.approx(2 * lengths[0]), one.name
-        elif one.on == DEVICE and one.cause < 0:
-            assert lengths[1] == pytest.approx(lengths[0]), one.name
-    # Where nothing crosses, nothing moves.
-    alone = [simulate(job(each=8, machine=replace(GPU, across=rate))).ms for rate in (1e10, 5e9)]
-    assert alone[0] == alone[1]
 
 
 # ---- the program ---------------------------------------------------------------------------
@@ -336,15 +249,6 @@ def test_collectives_are_issued_in_the_order_of_the_step(world, replicas):
     assert issued == [tag for tag in tags if tag != "rms"]
     calls = float(run.host.max()) / 1e-3
     assert calls == pytest.approx(count.launches, rel=0.25)
-
-
-def test_ranks_that_are_alike_are_one_class(monkeypatch):
-    every = job(shape=(16,), each=8, model="llama3.2-1b")
-    assert len(every.work.matrices) < 16
-    few = simulate(every).ms
-    monkeypatch.setattr(network.Routes, "classes", np.arange(16))
-    whole = job(shape=(16,), each=8, model="llama3.2-1b")
-    assert len(whole.work.matrices) == 16 and simulate(whole).ms == pytest.approx(few, rel=1e-9)
 
 
 def test_operations_of_models():
@@ -419,14 +323,6 @@ def test_advice_is_within_5_percent_of_the_best_that_was_measured(emulated):
     assert [row["case"] for row in advice if row["ratio"] > 1.05] == []
 
 
-def test_half_the_rate_of_the_links_moves_the_rows_that_have_some(emulated, monkeypatch):
-    monkeypatch.setattr(measured, "PAYLOAD", measured.PAYLOAD / 2)
-    for before, after in zip(emulated, measured.emulated(measured.tables_of(ROWS)), strict=True):
-        has_link = "unshaped" not in before["case"] and not before["case"].startswith("1x1")
-        ratio = after["predicted_ms"] / before["predicted_ms"]
-        assert ratio > 1.01 if has_link else ratio == pytest.approx(1), before["case"]
-
-
 # ---- the command ---------------------------------------------------------------------------
 
 ASKED = [
@@ -470,23 +366,6 @@ def test_the_command(capsys, tmp_path):
     assert {event["ph"] for event in events} == {"X"} and len(events) > 50
     end = max(event["ts"] + event["dur"] for event in events)
     assert end == pytest.approx(1e3 * steps["full step"]["ms"], rel=0.01)
-
-
-def test_naive_muon_and_other_links(capsys):
-    def ms(*more: str) -> dict:
-        assert main([*ASKED, "--json", "-", *more]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    plain, naive = ms(), ms("--against", "naive")
-    assert (
-        naive["steps"]["naive"]["ms"] > plain["steps"]["Muon"]["ms"] == naive["steps"]["Muon"]["ms"]
-    )
-    slow = ms("--nic", "10Gb/node")
-    assert slow["steps"]["Muon"]["ms"] > plain["steps"]["Muon"]["ms"]
-    forward = [of["steps"]["Muon"]["parts_ms"]["forward"] for of in (slow, plain)]
-    assert forward[0] == pytest.approx(forward[1])
-    assert ms("--nvlink", "10")["ms"] > plain["ms"]
-    assert ms("--period", "inf")["steps"].keys() == {"adamw", "block step"}
 
 
 def test_advised_code_asks_for_what_was_simulated(capsys, monkeypatch):

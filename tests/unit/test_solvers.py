@@ -23,7 +23,6 @@ from dmuon.scheduler.patterns import (
     exhaust,
     most_worth,
     refuted,
-    shared_out,
     simple_bound,
 )
 from dmuon.scheduler.plan import Search
@@ -270,13 +269,6 @@ def test_a_search_that_ran_out_of_work_proves_nothing():
         assert exhaust(problem, listed, worth, most) == (None, False)
 
 
-def test_the_average_is_beaten_by_exhaustion():
-    """Three owners, five matrices of 3 and three of 2: the average is 7, but 8 is the least."""
-    prices = {SHAPES[0]: (3.0, 6.0, 9.0, 12.0), SHAPES[1]: (2.0, 4.0, 6.0, 8.0)}
-    plan = Instance((SHAPES[0],) * 5 + (SHAPES[1],) * 3, 3, prices, OwnerLimits()).solve("auto")
-    assert plan.makespan_ms == plan.lower_bound_ms == 8.0 and certify(plan).proven
-
-
 # Some device, priced by the operations of the standard form.
 H200 = CostTable("h200", device=AnalyticDevice(7.9e14, 4.3e12, 5e-6, 768.0))
 
@@ -393,20 +385,6 @@ def test_when_highs_fails_cbc_does_it():
     assert (plan.solver, plan.search.engine) == ("milp", "PULP_CBC_CMD")
     assert "HiGHS failed" in plan.search.note
     assert plan.makespan_ms < HARD.solve("greedy").makespan_ms
-
-
-def test_wrong_duals_weaken_the_bound_but_never_break_it():
-    honest = HARD.solve("milp")
-
-    def lie(*args, **options):
-        if (answer := shared_out(*args, **options)) is None or options["whole"]:
-            return answer
-        return answer[0], answer[1] * 1e6 + 17.0
-
-    with mock.patch("dmuon.scheduler.solve.shared_out", lie):
-        plan = HARD.solve("milp")
-    assert plan.lower_bound_ms <= honest.makespan_ms + TICKS
-    assert certify(plan).ok
 
 
 def test_a_plan_that_hit_the_clock_is_marked():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from dmuon.comm.prefetch import PassState, Prefetcher
+from dmuon.comm.prefetch import PassState
 from dmuon.comm.reducer import RoundState
-from dmuon.comm.storage import Layer, WeightState
+from dmuon.comm.storage import WeightState
 from dmuon.comm.transport import Transport
-from dmuon.config import DedicatedOptions
 from tests.unit.models import reducer_of
 
 
@@ -37,20 +34,6 @@ def test_the_table_in_the_docstring_is_the_table(kind):
                     state.to(new)
 
 
-def test_what_breaks_the_rules_raises():
-    layer = Layer("layers.0", (0,), is_root=False, occurrences=1)
-    with pytest.raises(RuntimeError, match="FREED to IN_USE, only to LAUNCHED"):
-        layer.use()  # before any broadcast
-    layer.state = layer.state.to(WeightState.LAUNCHED)
-    with pytest.raises(RuntimeError, match="LAUNCHED to HELD"):
-        layer.record(hold=True)
-    layer.use()
-    assert layer.record(hold=False) and not layer.record(hold=True)
-    assert layer.state is WeightState.HELD
-    layer.free()
-    assert layer.state is WeightState.FREED
-
-
 def test_a_round_that_is_owed_is_made():
     model = nn.Linear(3, 2)
     reducer = reducer_of(model, Transport())
@@ -66,11 +49,3 @@ def test_a_round_that_is_owed_is_made():
     assert (reducer.state, reducer.rounds) == (RoundState.DONE, 2)
     reducer.clear()
     assert (reducer.state, reducer.rounds) == (RoundState.NONE, 0)
-
-
-def test_a_pass_never_begins_inside_another():
-    storage = SimpleNamespace(layers=[], ready=lambda: None, has_replicas=False)
-    prefetcher = Prefetcher(storage, DedicatedOptions())
-    prefetcher.state = PassState.BACKWARD
-    with pytest.raises(RuntimeError, match="PassState cannot change from BACKWARD to FORWARD"):
-        prefetcher._begin_forward()

@@ -56,13 +56,6 @@ def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
             assert nodes <= columns or most == 1
 
 
-def test_smaller_nodes_are_passed_over():
-    topology = Topology.flat(11, ranks_per_node=4)  # nodes of 4, 4 and 3
-    full = Topology((3, 4), ("replicate", "shard"), 4)
-    assert full.owner_order() == tuple(full.slots()[n][c] for n, c in diagonal_slots(3, 4))
-    assert topology.owner_order() == tuple(rank for rank in full.owner_order() if rank != 11)
-
-
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.permutations(range(5)))
 def test_slots_nodes_columns_and_the_order_agree(nodes, names):
     topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
@@ -148,11 +141,6 @@ def test_all_ranks_without_a_mesh(sixteen_ranks, monkeypatch):
         topology_of()
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert topology_of() == Topology.flat(16)
-
-
-def test_one_process_alone_reads_no_environment(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
-    assert topology_of(world=1) == Topology.flat(1)
 
 
 @pytest.mark.parametrize(("shape", "axes", "axis", "options", "expected"), [
@@ -263,19 +251,6 @@ def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
     rehearsal.run(plan)
     assert planned == [(0, 2), (1, 2)]
     assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
-
-
-def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
-    rehearsal = Rehearsal(monkeypatch, 4)
-
-    def plan(rank: int) -> None:
-        group = dist.new_group([0, 2, 3])
-        rehearsal.joins[rank].clear()
-        if rank != 1:
-            wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-            assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
-
-    rehearsal.run(plan)
 
 
 def test_any_number_of_sets_of_ranks_is_one_split(monkeypatch):

@@ -110,7 +110,7 @@ USES: dict[str, dict[str, Any]] = {
     "the same, cut": {"HAS_PLAIN": True, "MASK": True},
 }
 """All that a step does with symmetric products; "cut" where the tile does not divide the size."""
-DEFAULT, WIDE, WIDE_TMA = TILES[0], TILES[5], TILES[6]
+DEFAULT, WIDE = TILES[0], TILES[5]
 MOST = "the same and aI + ..."
 GATE = [
     *((90, DEFAULT, use) for use in USES),
