@@ -46,7 +46,7 @@ SPECS, MESH = specs_of([A, B] * 3, rest=1), Topology.on_nodes((3,), ("dp",), [0,
 MADE = solve(SPECS, MESH, TINY, limits=LIMITS)
 PLAN = replace(MADE, search=replace(MADE.search, seconds=0.25)).to_json()
 KEY = CacheKey("Some GPU (80 GB)", "2.13.0", "torch-1", "float16", 5)
-many = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache
@@ -264,7 +264,7 @@ def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
 # ---- cost tables and the cache -----------------------------------------------------------
 
 
-@settings(many, max_examples=50)
+@settings(many, max_examples=30)
 @given(damaged(TINY.to_json()))
 def test_a_damaged_cost_table_is_refused_or_gives_prices(text):
     try:
@@ -286,7 +286,7 @@ def foreign() -> str:
     return json.dumps(data | {"digest": sha256(data)})
 
 
-@settings(many, max_examples=50)
+@settings(many, max_examples=30)
 @given(damaged(cache_file()))
 @example("[" * 100_000)
 @example("")

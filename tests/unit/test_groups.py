@@ -589,11 +589,13 @@ def test_every_form_saves_what_every_form_loads(tmp_path, options, planned):
     def state_of(model: nn.Module, opt: dmuon.Muon) -> dict[str, Any]:
         return dict(zip(("model", "optimizer"), get_state_dict(model, opt, options=how)))
 
+    # A state of each form is loaded into a module, and the state of a module into each form.
     for name, form in FORMS_OF_A_STATE.items():
+        others = FORMS_OF_A_STATE if name == "module" else {"module": FORMS_OF_A_STATE["module"]}
         model, opt = trained(2, given=form, **said)
         saved = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
         dcp.save(state_of(model, opt), checkpoint_id=tmp_path / name)
-        for other in FORMS_OF_A_STATE.values():
+        for other in others.values():
             twin, its = trained(int(planned), given=other, lr=1.0, **said)
             got = state_of(twin, its)
             dcp.load(got, checkpoint_id=tmp_path / name)

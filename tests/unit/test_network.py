@@ -139,8 +139,7 @@ def test_what_is_asked_for_is_planned(layout, redundancy):
 
 
 CELLS = [
-    ((8,), "400Gb/gpu", 8), ((4, 8), "400Gb/node", 8), ((32,), "400Gb/node", 8),
-    ((32,), "50Gb/node", 8), ((2, 2), "1Gb/node", 2), ((4, 2), "25Gb/node", 4),
+    ((4, 8), "400Gb/node", 8), ((32,), "50Gb/node", 8), ((2, 2), "1Gb/node", 2),
     ((2, 2), "400Gb/gpu", 2), ((4, 2), "400Gb/node", 2),  # buckets for copies
 ]  # fmt: skip
 
@@ -161,7 +160,7 @@ def test_no_solver_has_a_shorter_step(model, shape, nic, each):
 # ---- bytes ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), shard_maps(), st.integers(1, 4), st.integers(1, 400), st.integers(1, 5))
 def test_bytes_are_those_of_the_routes(data, shards, least, size, per_node):
     """Of every rank, to its node and to others, in each turn, whatever has copies."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim._muon import _adjust_lr as torch_adjust_lr
 
+from dmuon.reference import ReferenceMuon
 from dmuon.rule import (
     Hyper,
     NorMuon,
@@ -321,6 +322,35 @@ def test_narrow_momentum_is_advanced_wide():
     RULE.operand(narrow, grad, hyper, out=outs[0], working=torch.float32)
     RULE.operand(wide, grad, hyper, out=outs[1])
     assert torch.equal(outs[0], outs[1]) and torch.equal(narrow, wide.bfloat16())
+
+
+def test_a_rule_says_what_it_is():
+    class Signs(Rule):
+        def accept(self, update, state):
+            return update.sign()
+
+    assert rule_of({"variant": None}).is_plain and not Signs().is_plain
+    assert repr(NorMuon()) == "NorMuon(beta2=0.95)"
+    assert isinstance(rule_of({"variant": "normuon"}), NorMuon)
+    update = torch.tensor([[[3.0, -2.0]]])
+    Signs().accepted(update, {})
+    assert update.tolist() == [[[1.0, -1.0]]]
+    for variant, message in [("adam", "'normuon'"), (Signs, "call it"), (3, "found 3")]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rule_of({"variant": variant})
+    with pytest.raises(ValueError, match="'row', 'element' or 'matrix'"):
+        StateSpec("x", "column")
+    with pytest.raises(TypeError, match="torch dtype"):
+        StateSpec("x", dtype="float32")
+    for state, message in [(StateSpec("x"), "a tuple"), ((StateSpec("x"),) * 2, "one name")]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rule_of({"variant": type("Odd", (Rule,), {"state": state})()})
+    with pytest.raises(ValueError, match="is taken"):
+        StateSpec("momentum_buffer")
+    with pytest.raises(ValueError, match="beta2"):
+        NorMuon(beta2=1.0)
+    with pytest.raises(ValueError, match="'adam'"):
+        ReferenceMuon([nn.Parameter(torch.ones(2, 2))], variant="adam")
 
 
 # All that a rule does, except for what a variant may say.

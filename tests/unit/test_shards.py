@@ -139,7 +139,7 @@ def test_boxes_with_steps_meet_as_slices_do(data):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
 def test_a_strided_shard_is_the_chunk_of_a_chunk(tensor_parallel, dim):
-    for size, data in product(range(1, 401), (2, 3, 4, 8)):
+    for size, data in product((*range(1, 70), *range(380, 401)), (2, 3, 4, 8)):
         shape = (size, 5) if dim == 0 else (5, size)
         cuts = [None, (dim, tensor_parallel), (dim, 1)]  # HSDP on top of tensor parallelism
         for t, outer in enumerate(chunks(Box.at_origin(shape), dim, tensor_parallel)):
@@ -217,7 +217,7 @@ def copied(draw: st.DrawFn, shards: ShardMap, topology: Topology) -> OwnershipPl
     return replace(plan, batches=tuple(batches), topology=topology)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), shard_maps(), st.integers(1, 4), st.integers(1, 400), st.integers(1, 5))
 def test_every_holder_gets_every_update_once(data, shards, least, size, per_node):
     """Whatever has copies, on nodes of any size: each message is read as it was written, in an

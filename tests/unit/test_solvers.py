@@ -36,7 +36,7 @@ from tests.unit.models import partitions, specs_of
 SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (4, 6, "bfloat16"))
 MAX_BATCH = 4
 TICKS = 1e-8  # ms; costs are rounded to picoseconds, each by half of one
-slow = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
