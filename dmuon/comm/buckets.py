@@ -1,15 +1,15 @@
-"""Which tensors travel together, in which order, and the memory that they travel in.
+"""Buckets: which tensors travel together, in which order, and the memory for them.
 
-The gradients of a *bucket* of parameters leave as soon as all of them are there: in one *segment*
-for each place that owns some of them, together, and one for what every rank updates::
+The gradients of a *bucket* of parameters leave as soon as all of them have arrived: one *segment*
+for each place that owns some of them, together, and one for parameters that every rank updates::
 
     bucket 0 (the last parameters)   [ -> shard 2 | -> shard 3 ]  [ everyone ]
     bucket 1                         [ -> shard 0 | -> shard 2 ]  ...
 
-A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
-tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Where these
-are no contiguous ranges, the elements are in the order of the matrices (`Slices.flat_of`).
-Everything but `allocate` and `Buffer` is pure data, equal on every rank.
+A segment consists of *spans*: neighbouring elements of a parameter, or of this rank's
+tensor-parallel slice of it, whose matrices have owners at one place of the grid. If matrices are no
+contiguous ranges, the elements are in the order of the matrices (`Slices.flat_of`). Everything but
+`allocate` and `Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dmuon.types import OwnershipError
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 
-# ---- where matrices lie ----------------------------------------------------------------------
+# ---- slices of parameters --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``): of
-    a bucket of weights, or else of ``parameter``'s slice, those of ``matrices``."""
+    a bucket of weights, or of the slice of ``parameter``, where they belong to ``matrices``."""
 
     start: int
     numel: int
@@ -49,9 +49,9 @@ class Span:
 
 
 class Slices:
-    """The tensor-parallel slices of all parameters, and who owns what of them. ``boxes[p]`` are
-    those of parameter p by tensor coordinate, None where it is whole everywhere; ``shards`` says
-    the same of ranks with equal data coordinates."""
+    """The tensor-parallel slices of all parameters, and their owners. ``boxes[p]`` has the slices
+    of parameter p by tensor coordinate, or None if every rank has it whole; ``shards`` has the same
+    for ranks with equal data coordinates."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Slices:
         self.grid = grid
         self.boxes = boxes
         self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
-        # Of matrices that are no range of their parameter, and others in it: where each begins.
+        # First elements of matrices that are not ranges of their parameter, and of others in it.
         self._starts: dict[int, int] = {}
         specs, together = plan.specs, tuple(range(grid.shape[2]))
         for i, matrix in enumerate(specs.matrices):
@@ -74,7 +74,7 @@ class Slices:
         def held(p: int, t: int) -> LocalShard:
             if (cut := boxes[p]) is not None:
                 return LocalShard(together, (), cut[t])
-            # Whole everywhere: each of these ranks replicates it.
+            # Whole everywhere: each of these ranks has a replica.
             return LocalShard(together, (t,), Box.at_origin(specs.parameters[p].shape))
 
         every = range(len(specs.parameters))
@@ -97,7 +97,7 @@ class Slices:
 
     @classmethod
     def flat(cls, plan: OwnershipPlan) -> Slices:
-        """Of a plan without tensor parallelism and replicas: the shard coordinate is the rank."""
+        """Make slices without tensor parallelism and replicas: the shard coordinate is the rank."""
         grid = Grid((1, plan.topology.world, 1), tuple(range(plan.topology.world)))
         return cls(plan, grid, [None] * len(plan.specs.parameters), ranges_only=False)
 
@@ -110,9 +110,9 @@ class Slices:
     def keepers(
         self, parameter: int, *, in_slices: bool = False, replicas: bool = False
     ) -> list[tuple[int, int, Box]]:
-        """Who keeps a parameter, (matrix, mesh rank, box in the parameter): the owners, or
-        (``in_slices``) the ranks with their data coordinates, each its slice. With ``replicas``
-        all that keep it, else each element once."""
+        """List who keeps a parameter as (matrix, mesh rank, box in the parameter): the owners, or
+        with ``in_slices`` all ranks with an owner's data coordinates, each its slice. ``replicas``
+        adds the ranks in other replicas; otherwise each element is kept once."""
         found = []
         for i in self.matrices_of[parameter]:
             replica, shard, tensor = self.place_of[i]
@@ -125,8 +125,8 @@ class Slices:
         return found
 
     def held(self, matrix: int, tensor: int) -> tuple[int, Box]:
-        """The part of a matrix that the ranks with this tensor coordinate hold: its first element
-        in their slice of the parameter, and its box, counted from the matrix's corner."""
+        """Return the part of a matrix on ranks with this tensor coordinate: its first element in
+        their slice of the parameter, and its box relative to the matrix's corner."""
         outer = self.shards.boxes[matrix]
         if matrix in self._starts:
             return self._starts[matrix], Box.at_origin(outer.shape)
@@ -139,7 +139,7 @@ class Slices:
         return start, common.within(outer)
 
     def flat_of(self, parameter: int, values: Tensor) -> Tensor:
-        """The elements of a parameter's slice in the order in which they travel."""
+        """Return the elements of a parameter's slice in the order in which they travel."""
         members = self.matrices_of.get(parameter, [])
         if self._starts.keys().isdisjoint(members[:1]):
             return values.reshape(-1)
@@ -147,7 +147,7 @@ class Slices:
         return torch.cat([piece.reshape(-1) for piece in pieces])
 
     def spans(self, parameter: int, tensor: int) -> list[Span]:
-        """The spans of a matrix parameter's slice, in element order; empty slices have none."""
+        """Return the spans of a matrix parameter's slice in element order; none if it is empty."""
         parts = [(*self.held(i, tensor), i) for i in self.matrices_of[parameter]]
         held = sorted((start, box.numel, i) for start, box, i in parts if box.numel)
         found = []
@@ -160,7 +160,7 @@ class Slices:
 def slice_boxes(
     specs: ModelSpecs, grid: Grid, reports: Sequence[RankShards]
 ) -> list[tuple[Box, ...] | None]:
-    """The slice of each parameter by tensor coordinate, None where every rank has all of it.
+    """Return each parameter's slices by tensor coordinate, None if every rank has all of it.
     OwnershipError if data-parallel ranks have different slices, or the slices do not tile it."""
     found: list[tuple[Box, ...] | None] = []
     for p, spec in enumerate(specs.parameters):
@@ -185,9 +185,9 @@ def slice_boxes(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Spans of dtype ``dtype``, in order: what one place gets of a reduce-scatter, or everyone."""
+    """Spans of one dtype in order: one place's share of a reduce-scatter, or of all ranks."""
 
-    shard: int  # where it ends; EVERYONE if it is all-reduced
+    shard: int  # where it arrives; EVERYONE if it is all-reduced
     dtype: str
     spans: tuple[Span, ...]
 
@@ -198,7 +198,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Parameters whose gradients are reduced as soon as all of them are there."""
+    """Parameters whose gradients are reduced as soon as all of them have arrived."""
 
     parameters: tuple[int, ...]
     segments: tuple[Segment, ...]
@@ -211,8 +211,8 @@ def gradient_bucket(
     tensor: int,
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
-    """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
-    ranks update, of which ``adamw`` gives the elements here. Nothing of empty ones travels."""
+    """Make a segment for each shard coordinate that owns some elements, ordered by replica, then
+    one for parameters of all ranks, whose local sizes ``adamw`` gives. Empty spans are left out."""
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
     for p in parameters:
@@ -233,13 +233,13 @@ def gradient_bucket(
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Parameters whose weights lie one behind the other in one buffer."""
+    """Parameters whose weights are consecutive in one buffer."""
 
     dtype: str
     parameters: tuple[int, ...]
-    sends: tuple[Span, ...]  # along shards, from one place each; their ``replica`` says nothing
-    publishes: tuple[Span, ...]  # in one broadcast along replicas each
-    keeper: int | None  # the shard coordinate that keeps all of it, if one does
+    sends: tuple[Span, ...]  # along shards, each from one place; ``replica`` has no meaning there
+    publishes: tuple[Span, ...]  # along replicas, each in one broadcast
+    keeper: int | None  # the shard coordinate that keeps all of it, if there is one
 
     @property
     def numel(self) -> int:
@@ -247,8 +247,8 @@ class WeightBucket:
 
 
 def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> list[WeightBucket]:
-    """The buckets of parameters that are used together, in the order in which they travel: equal
-    along shards. A parameter that several shard coordinates keep has a bucket of its own."""
+    """Return the buckets of parameters that are used together, in the order in which they travel,
+    equal along shards. A parameter that several shard coordinates keep has its own bucket."""
     specs = slices.plan.specs.parameters
     spans = {p: slices.spans(p, tensor) for p in parameters}
     members: dict[tuple[bool, str, int], list[int]] = defaultdict(list)
@@ -268,7 +268,7 @@ def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> li
 
 
 def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) -> tuple[Span, ...]:
-    """Spans that follow each other at one place, joined, one behind the other in a bucket."""
+    """Join neighbouring spans at one place, and place them consecutively in a bucket."""
     found, start = [], 0
     for (replica, shard), members in groupby(placed, place):
         numel = sum(span.numel for span in members)
@@ -281,14 +281,14 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 
 
 def rooms(sizes: Sequence[tuple[int, torch.dtype]]) -> list[int]:
-    """Bytes of each of these in `allocate`."""
+    """Return the bytes that `allocate` reserves for each size."""
     return [math.ceil(numel * dtype.itemsize / 64) * 64 for numel, dtype in sizes]
 
 
 def allocate(
     sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Bytes, and in them flat tensors of (numel, dtype), one behind the other at multiples of 64.
+    """Allocate flat tensors of (numel, dtype) in one byte tensor, at multiples of 64 bytes.
 
     >>> whole, parts = allocate([(3, torch.bfloat16), (2, torch.float32)], torch.device("cpu"))
     >>> whole.nbytes, parts[1].storage_offset(), parts[1]
@@ -304,8 +304,8 @@ def allocate(
 
 
 class Buffer:
-    """A flat tensor that has memory between `hold` and `release` only, or always if ``lasting``.
-    Its storage is resized, never replaced: views stay views, also those that autograd saved."""
+    """A flat tensor with memory only between `hold` and `release`, or always if ``lasting``. Its
+    storage is resized, never replaced, so views stay valid, also those that autograd saved."""
 
     def __init__(self, flat: Tensor, *, lasting: bool = False) -> None:
         self.flat = flat
@@ -313,7 +313,7 @@ class Buffer:
         self.nbytes = flat.untyped_storage().nbytes()
 
     def hold(self) -> None:
-        """Get memory; its content is undefined if there was none."""
+        """Allocate memory; its content is undefined if there was none."""
         if self._storage is not None and self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 

@@ -1,4 +1,4 @@
-"""The interface of every layout to the optimizer and its tools, and what all of them share."""
+"""The interface of every layout to the optimizer and its tools, with its shared parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dmuon.types import OwnershipError
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The averaged gradients as this rank sees them, ``stored`` here. For a norm, ``counted``
-    summed over the ranks and ``common`` once count every element once: of a distributed parameter
-    the first shard of its kind in the mesh."""
+    """The averaged gradients as this rank sees them, as ``stored`` here. In a norm every element
+    counts once if ``counted`` is summed over the ranks and ``common`` added once; of a distributed
+    parameter the first shard of each kind in the mesh counts."""
 
     counted: list[Tensor]
     common: list[Tensor]
@@ -34,8 +34,8 @@ class Gradients:
 class LayoutRuntime(ABC):
     """Moves the bytes of one ownership. Newton-Schulz and the collectives run on ``device``."""
 
-    parameters: Sequence[nn.Parameter]  # the planned ones, in the order of the plan
-    dedicated: Sequence[nn.Parameter] = ()  # those that only their owners store
+    parameters: Sequence[nn.Parameter]  # the planned parameters, in the order of the plan
+    dedicated: Sequence[nn.Parameter] = ()  # parameters that only their owners store
 
     def __init__(
         self,
@@ -47,23 +47,23 @@ class LayoutRuntime(ABC):
         self.plan = plan
         self.transport = transport
         self.device = device
-        self.units: tuple[Unit, ...] = ()  # as executed, once an optimizer has bound itself
+        self.units: tuple[Unit, ...] = ()  # set when an optimizer binds itself
         self.one_by_one = False  # see `units_of`
         self.meter = Meter()
         self.meter.device = device
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._sync = True
-        self._watch: ParameterWatch | None = None  # where nothing else notices replaced parameters
+        self._watch: ParameterWatch | None = None  # set if no other check sees replaced parameters
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the parameters of ``module`` are whole and hold their published values."""
+        """Keep the parameters of ``module`` whole, with published values, inside the context."""
         self.synchronize()
         return nullcontext()
 
     def find_parameters(self) -> None:  # noqa: B027
-        """Find the parameters as they are now, where the layout lets a framework replace them."""
+        """Look up the current parameters, if the layout lets a framework replace them."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
@@ -71,12 +71,12 @@ class LayoutRuntime(ABC):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """The gradients of the planned parameters; after `reduce_gradients`."""
+        """Return the gradients of the planned parameters, after `reduce_gradients`."""
 
     @property
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the buffers that a step takes, by purpose; see `Muon.stats`."""
+        """Bytes of a step's buffers by purpose; see `Muon.stats`."""
 
     @abstractmethod
     def counts(self, parameter: int) -> bool:
@@ -87,13 +87,13 @@ class LayoutRuntime(ABC):
         """Wait until every parameter holds its published value."""
 
     def zero_grad(self) -> None:  # noqa: B027
-        """Forget gradients that are not kept in ``p.grad``."""
+        """Drop gradients that are not kept in ``p.grad``."""
 
     def gradients_changed(self) -> None:  # noqa: B027
-        """Everything that `gradients` gave has been changed in place."""
+        """Take note that all tensors of `gradients` have been changed in place."""
 
     def set_sync(self, sync: bool) -> bool:
-        """Whether backward reduces gradients, FSDP2's too; returns the previous setting."""
+        """Set whether backward reduces gradients, also in FSDP2; return the previous setting."""
         previous, self._sync = self._sync, sync
         model = self._model()
         for root in () if model is None else fsdp_roots(model):
@@ -105,13 +105,13 @@ class LayoutRuntime(ABC):
         """Remove every hook and release the transport."""
 
     def limits(self, sizes: StateSizes) -> OwnerLimits:
-        """Those of the plan for optimizer state of these sizes."""
+        """Return the plan's limits for optimizer state of these sizes."""
         plan = self.plan
         return sizes.limits(plan.specs, plan.layout, plan.topology.world, plan.limits.memory_bytes)
 
     @cached_property
     def rows(self) -> RowShards:
-        """The form in which what lies with owners is saved."""
+        """The form in which owners' state is saved."""
         return RowShards(self.transport, self.device)
 
     def _not_bound(self) -> OwnershipError:

@@ -1,8 +1,8 @@
-"""The ranks of a mesh as replicas x shards x tensor-parallel ranks, the process groups of each, and
-how ranks agree.
+"""The ranks of a mesh as replicas x shards x tensor-parallel ranks, their process groups, and the
+ways in which ranks agree.
 
-A matrix of the `dedicated` layout is owned at one place ``(replica, shard, tensor)``. HSDP, two
-replicas of three shards, owner ``o`` at (0, 1), its *holder* ``h`` in the other replica::
+A matrix of the `dedicated` layout is owned at one place ``(replica, shard, tensor)``. In HSDP with
+two replicas of three shards, owner ``o`` at (0, 1) has a *holder* ``h`` in the other replica::
 
               shard 0   shard 1   shard 2
     replica 0    .         o ------> .         weights go along rows before a module runs,
@@ -31,12 +31,12 @@ from dmuon.types import ConsensusError, OwnershipError, first_of, grouped
 
 T = TypeVar("T")
 
-NewGroup = Callable[[Sequence[Sequence[int]]], Transport]  # as `Transport.subgroup`
+NewGroup = Callable[[Sequence[Sequence[int]]], Transport]  # see `Transport.subgroup`
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """``ranks`` are the mesh ranks of all places, row-major in (replica, shard, tensor).
+    """A mesh arranged by place: ``ranks`` are row-major in (replica, shard, tensor).
 
     >>> Grid.of(Topology((2, 3), ("replicate", "shard"), 6)).place(4)
     (1, 1, 0)
@@ -47,7 +47,7 @@ class Grid:
 
     @classmethod
     def of(cls, topology: Topology, tensor_axes: Collection[str] = ()) -> Grid:
-        """The last axis without tensor parallelism shards, the ones before it replicate.
+        """Make a grid: the last axis without tensor parallelism shards, axes before it replicate.
 
         >>> Grid.of(Topology((2, 2), ("tp", "dp"), 4), ["tp"]).ranks
         (0, 2, 1, 3)
@@ -61,7 +61,7 @@ class Grid:
         return cls((replicas, shards, len(ranks) // (replicas * shards)), ranks)
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """(replica, shard, tensor) of a mesh rank."""
+        """Return the (replica, shard, tensor) of a mesh rank."""
         _, shards, tensors = self.shape
         index = self.ranks.index(rank)
         return index // (shards * tensors), index // tensors % shards, index % tensors
@@ -71,8 +71,8 @@ class Grid:
         return self.ranks[(replica * shards + shard) * tensors + tensor]
 
     def along(self, dims: Collection[int], rank: int) -> tuple[int, ...]:
-        """The mesh ranks whose places differ from that of ``rank`` in ``dims`` of (replica, shard,
-        tensor) only, row-major.
+        """Return mesh ranks, row-major, whose places differ from that of ``rank`` only in ``dims``
+        of (replica, shard, tensor).
 
         >>> Grid.of(Topology((2, 3), ("replicate", "shard"), 6)).along({0}, 4)
         (1, 4)
@@ -85,24 +85,24 @@ class Grid:
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
     """A transport for each purpose, so that the order in one never depends on another. ``meter``
-    counts what is sent in any of them."""
+    counts the bytes sent in all of them."""
 
     world: Transport  # flags, norms, planning
     weights: Transport  # materialization along shards
     gradients: Transport  # reduction along shards
     replicas: Transport  # second level of reduction, and publishing
-    tensors: Transport  # gathering and scattering among tensor-parallel ranks
-    data: Transport  # the all-reduction of adamw parameters' gradients
+    tensors: Transport  # gather and scatter among tensor-parallel ranks
+    data: Transport  # all-reduce of AdamW parameters' gradients
     meter: Meter = field(default_factory=Meter)
 
     @classmethod
     def flat(cls, world: Transport) -> ProcessGroups:
-        """One transport for all purposes: every rank is a data-parallel rank of its own."""
+        """Use one transport for all purposes: every rank is a data-parallel rank of its own."""
         return cls(world, world, world, world, world, world)
 
     @classmethod
     def open(cls, grid: Grid, world: Transport, new_group: NewGroup) -> ProcessGroups:
-        """The groups of this rank; a collective call of all ranks of the mesh."""
+        """Open the groups of this rank; a collective call of all ranks of the mesh."""
         replicas, _, tensors = grid.shape
 
         def along(*dims: int) -> Transport:
@@ -131,7 +131,7 @@ class ProcessGroups:
 
 @torch.no_grad()
 def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
-    """Give every rank the first one's values, as DDP does: (what is stored here, who shares it)."""
+    """Copy the first rank's values to all, as DDP does, for pairs (local tensor, its sharers)."""
     works = []
     for tensor, transport in tensors:
         data = tensor.detach()
@@ -143,7 +143,7 @@ def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
             data.copy_(whole)
 
 
-# ---- what torch.distributed knows --------------------------------------------------------
+# ---- the state of torch.distributed ------------------------------------------------------
 
 
 def is_initialized() -> bool:
@@ -151,8 +151,8 @@ def is_initialized() -> bool:
 
 
 def check_launched(caller: str) -> None:
-    """Raise OwnershipError if a launcher started several processes and they do not know each other:
-    without a process group ``WORLD_SIZE`` is read, which torchrun sets."""
+    """Raise OwnershipError if a launcher started several processes without a process group:
+    ``WORLD_SIZE``, which torchrun sets, is then greater than 1."""
     if is_initialized():
         return
     text = os.environ.get("WORLD_SIZE")
@@ -172,7 +172,7 @@ def check_launched(caller: str) -> None:
 
 
 def check_planned_together(transports: Sequence[Transport]) -> None:
-    """Raise OwnershipError if a plan was made before this process got to know the others."""
+    """Raise OwnershipError if a plan was made before this process joined the others."""
     alone = any(type(transport) is Transport for transport in transports)
     if alone and is_initialized() and dist.get_world_size() > 1:
         raise OwnershipError(
@@ -195,7 +195,7 @@ def attempt_in_all(
     """Run ``work`` on every rank, exchange outcomes once in each mesh, succeed or fail together.
 
     A rank whose ``work`` raised raises that error again, the others a ConsensusError that quotes
-    it. So do all where ``digest``, the result in lines, is not equal on all ranks of a mesh.
+    it. All ranks raise if ``digest``, the result in lines, differs between ranks of a mesh.
     """
     value, error = _outcome(work)
     text = digest(value) if transports and error is None else ""  # type: ignore[arg-type]
@@ -208,9 +208,9 @@ def attempt_in_all(
 
 
 def _compare(transport: Transport, what: str, text: str, error: Exception | None) -> None:
-    """Raise ConsensusError, on every rank, with the first error, or the lines that differ."""
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    reports = transport.gather_objects((told, hashlib.sha256(text.encode()).hexdigest()))
+    """Raise ConsensusError, on every rank, with the first error, or the differing lines."""
+    failure_text = None if error is None else f"{type(error).__name__}: {error}"
+    reports = transport.gather_objects((failure_text, hashlib.sha256(text.encode()).hexdigest()))
     for rank, (failure, _) in enumerate(reports):
         if failure is not None:
             raise ConsensusError(f"{what} failed on rank {rank}: {failure}")
@@ -219,7 +219,7 @@ def _compare(transport: Transport, what: str, text: str, error: Exception | None
     ours, theirs = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
     even = len(ours) == len(theirs)
     both = zip([*ours, "(nothing)"], [*theirs, "(nothing)"])
-    # After a line that is missing on one side, all others are shifted.
+    # A line missing on one side shifts all lines after it.
     pairs = [(repr(a), repr(b)) for a, b in both if a != b][: None if even else 1]
     everyone = transport.gather_objects(tuple(map(first_of, zip(*pairs))))
     mine, firsts = next(found for found in everyone if found)
@@ -234,7 +234,7 @@ def _compare(transport: Transport, what: str, text: str, error: Exception | None
 def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # whatever it is, a rank that dies alone would hang the others
+    except Exception as error:  # of any kind: a rank that dies alone would hang the others
         return None, error
 
 
@@ -243,7 +243,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def different(values: Sequence[Mapping[str, str]]) -> str:
-    """Describe what differs between the values of ranks, by name; "" if nothing does.
+    """Describe the differences between the values of ranks, by name; "" if there are none.
 
     >>> different([{"lr": "1.0", "eps": "0.1"}, {"lr": "1.0", "eps": "0.2"}])
     'eps is 0.1 on rank 0, 0.2 on rank 1'
@@ -258,7 +258,7 @@ def different(values: Sequence[Mapping[str, str]]) -> str:
 
 
 def refused(ranks: Sequence[int] | int) -> ConsensusError:
-    """The error of the other ranks in a step that these, or so many of them, refuse to take."""
+    """Return the error of ranks whose step other ranks, listed or counted, refuse to take."""
     who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
     return ConsensusError(
         f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "
@@ -267,6 +267,6 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
 
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
-    """Run ``solve`` on the first rank and give its text to all; ConsensusError where it raised."""
+    """Run ``solve`` on the first rank and send its text to all; ConsensusError if it raised."""
     text = attempt_in_all([transport], solve if transport.rank == 0 else str, what="planning")
     return transport.broadcast_object(text, 0)  # type: ignore[no-any-return]

@@ -1,21 +1,21 @@
-"""From a plan to what travels together: pure data, equal on every rank.
+"""Routes, from a plan to the contents of each message: pure data, equal on every rank.
 
-Routes say what every rank sends and receives of a bucket of units (`dmuon.scheduler.plan.Unit`)::
+A route says what each rank sends and receives for a bucket of units (`scheduler.plan.Unit`)::
 
     gather     holders of the owner's replica ---pieces---> owner          (all-to-all)
     scatter    owner ---pieces of the update---> the same holders          (all-to-all, mirrored)
-    replicate  each of these ---its piece---> the ranks with equal shards  (all-gather, HSDP only)
+    replicate  each holder ---its piece---> ranks with equal shards        (all-gather, HSDP only)
 
-What every rank holds whole (the `replicated` layout) needs one phase alone::
+Matrices that every rank holds whole (the `replicated` layout) need only one phase::
 
     publish    owner ---its updates---> everyone                           (all-gather)
 
-Where several of the ranks that need the same are on a node, an all-gather takes two turns, so that
-it crosses to a node once: among the ranks of a column, one per node, and then inside nodes. Of a
-matrix that has copies, each owner sends to its audience alone, in the same phases.
+If several ranks of a node need the same data, an all-gather takes two turns, so that data crosses
+to a node once: first among the ranks of a column, one per node, then inside nodes. If a matrix has
+copies, each owner sends only to its audience, in the same phases.
 
-In a message the parts follow each other in the order of the bucket's units and of the matrices in
-a unit, so sender and receiver need no header.
+The parts of a message are in the order of the bucket's units and of the matrices in a unit, so that
+sender and receiver need no header.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ Units = Sequence[Unit]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on."""
+    """The same box of several matrices, consecutive in a flat buffer from ``start`` on."""
 
     unit: int
-    position: int  # of the first in the unit, where all are neighbours
+    position: int  # of its first matrix in the unit, where all are neighbours
     matrices: tuple[int, ...]
     box: Box
-    whole: tuple[int, ...]  # the shape of each, in its parameter's dims
-    form: Form  # how these are read as rows and columns
-    transposed: bool  # its slot in the unit's stack holds the transpose
+    whole: tuple[int, ...]  # the shape of each matrix in its parameter's dims
+    form: Form  # how such a shape is read as rows and columns
+    transposed: bool  # whether its slot in the unit's stack holds the transpose
     start: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all its boxes, stacked."""
+        """The shape of all its boxes, stacked."""
         return len(self.matrices), *self.box.shape
 
     @property
@@ -66,12 +66,12 @@ class Part:
         return math.prod(self.shape)
 
     def within(self, buffer: Tensor) -> Tensor:
-        """A view of it in its flat buffer."""
+        """Return the part's view of its flat buffer."""
         return buffer.narrow(0, self.start, self.numel).view(self.shape)
 
 
 def places(stack: Tensor, part: Part) -> Tensor:
-    """A view of ``part.shape``: the part's place in its unit's stack ``[b, rows, cols]``."""
+    """Return the part's view, of ``part.shape``, of its unit's stack ``[b, rows, cols]``."""
     slots = stack[part.position : part.position + len(part.matrices)]
     if part.transposed:
         slots = slots.mT
@@ -105,38 +105,38 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """What comes to each of some ranks, which have equal shards, is sent to all of them. In the
-    buffer of an all-gather lie the updates of all, by the rank that had them first, in
-    the order of ``columns`` (`Topology.columns_of`). If a rank's own are all that came to it, they
-    arrived there."""
+    """An all-gather that gives each of some ranks with equal shards the updates that came to any of
+    them. Its buffer holds the updates of all, by the rank that had them first, in the order of
+    ``columns`` (`Topology.columns_of`). A rank whose own updates are all that came to it receives
+    them there in the first place."""
 
     columns: tuple[Ranks, ...]
-    others: Message  # those of the others; ``splits`` are of all, in that order
-    copies: tuple[tuple[int, int, int], ...]  # of its own: see `_runs`
-    is_all: bool  # its own are all of these, in their order, and not copied
+    others: Message  # the other ranks' updates; ``splits`` count all ranks', in the same order
+    copies: tuple[tuple[int, int, int], ...]  # of this rank's updates: see `_runs`
+    is_all: bool  # whether its own are all that came, in the same order; then nothing is copied
 
 
 @dataclass(frozen=True, slots=True)
 class BucketRoute:
-    """One rank's view of a bucket. Of one that all ranks hold whole, ``held`` and ``owned`` are
-    what is owned here, and nothing is copied."""
+    """One rank's view of a bucket. If all ranks hold the bucket whole, ``held`` and ``owned`` both
+    are this rank's matrices, and nothing is copied."""
 
-    units: tuple[int, ...]  # owned here
-    held: Message  # its pieces, by owner: sent in the gather, their updates come in the scatter
+    units: tuple[int, ...]  # owned by this rank
+    held: Message  # its pieces by owner: sent in the gather; their updates come in the scatter
     owned: Message  # all pieces of the matrices that it owns, by holder
-    updates: Message  # as they come: as ``held``, or by owner, in the order of ``columns``
-    replications: tuple[Replication, ...]  # by ranks, in one order everywhere
-    columns: tuple[Ranks, ...]  # of the ranks that all hold it whole, if they do
+    updates: Message  # as they arrive: like ``held``, or by owner, in the order of ``columns``
+    replications: tuple[Replication, ...]  # by ranks, in the same order everywhere
+    columns: tuple[Ranks, ...]  # of the ranks, if all of them hold the bucket whole
 
 
-# Of a matrix: (position in its unit, matrix, its shape there, is its slot transposed, box in it).
+# (position in the unit, matrix, its shape, whether its slot is transposed, box in the matrix).
 MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def parts_of(
     shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
 ) -> list[Part]:
-    """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
+    """Return parts of a buffer from element ``start`` on; neighbours with equal boxes merge."""
 
     def kind(numbered: tuple[int, MatrixPart]) -> tuple[int, Box, tuple[int, ...], Form, bool]:
         n, (position, i, shape, transposed, box) = numbered
@@ -150,12 +150,12 @@ def parts_of(
     return parts
 
 
-# (the peer that it goes to or comes from, unit, part), in the order of units for each peer.
+# (the peer that sends or receives it, unit, part), in the order of units for each peer.
 _Pieces = list[tuple[int, int, MatrixPart]]
 
 
 def units_for(units: Units, shards: ShardMap, topology: Topology, rank: int) -> tuple[Unit, ...]:
-    """Units as a rank sees them: of those that have copies, the one whose result it takes."""
+    """Return units as ``rank`` sees them: of a unit with copies, the one that serves the rank."""
     found = []
     for unit in units:
         if unit.copies:
@@ -179,8 +179,8 @@ def _message(shards: ShardMap, pieces: _Pieces) -> Message:
 def _contents(
     shards: ShardMap, unit: Unit, position: int, rank: int, order: Ranks
 ) -> Iterator[tuple[str, int, MatrixPart]]:
-    """(message of `BucketRoute`, peer, what it has) of a matrix, in pieces or whole everywhere, on
-    the ranks of ``order``."""
+    """Yield (message of `BucketRoute`, peer, its part) of a matrix: pieces, or, if every rank holds
+    it whole, the matrix for the ranks of ``order``."""
     i, part = unit.matrices[position], partial(_part_at, shards, unit, position)
     if order:
         yield "updates", order.index(unit.owner), part(rank)
@@ -197,7 +197,7 @@ def _contents(
 
 
 def _part_at(shards: ShardMap, unit: Unit, position: int, rank: int) -> MatrixPart:
-    """All that a rank holds of a matrix."""
+    """Return everything that a rank holds of a matrix."""
     i = unit.matrices[position]
     box, turned = shards.piece(i, rank).box, unit.holds_transpose(position)
     return position, i, shards.boxes[i].shape, turned, box
@@ -206,7 +206,7 @@ def _part_at(shards: ShardMap, unit: Unit, position: int, rank: int) -> MatrixPa
 def _replicated(
     shards: ShardMap, unit: Unit, position: int, rank: int
 ) -> Iterator[tuple[Ranks, int, MatrixPart]]:
-    """(ranks with equal shards, the one of them to which the update comes, what they hold)"""
+    """Yield (ranks with equal shards, the rank that the update comes to first, its part)."""
     i = unit.matrices[position]
     if shards.is_replicated(i) and shards.piece(i, rank).numel:
         replica, ranks = shards.replica_of(i, unit.owner), shards.partners(i, rank)
@@ -220,7 +220,7 @@ def _replicated(
 def bucket_route(
     shards: ShardMap, topology: Topology, units: Units, bucket: Sequence[int], rank: int
 ) -> BucketRoute:
-    """What ``rank`` sends and receives for a bucket of `units_for` it."""
+    """Return the messages of ``rank`` for a bucket of units from `units_for`."""
     everywhere = all(map(shards.is_everywhere, (i for u in bucket for i in units[u].matrices)))
     columns: tuple[Ranks, ...] = ()
     if everywhere:
@@ -228,7 +228,7 @@ def bucket_route(
     order = tuple(chain(*columns))
     contents: dict[str, _Pieces] = defaultdict(list)
     replicated: dict[Ranks, _Pieces] = defaultdict(list)
-    # What is replicated is in the order of ``updates``: of owners and units.
+    # Replicated pieces are in the order of ``updates``: by owner, then by unit.
     for u in sorted(bucket, key=lambda u: units[u].owner):
         for position in () if order else range(len(units[u].matrices)):
             for ranks, source, part in _replicated(shards, units[u], position, rank):
@@ -269,8 +269,8 @@ def _replication(
 
 
 def _runs(own: Message, updates: Message) -> tuple[tuple[int, int, int], ...]:
-    """(start in a buffer of ``updates``, start in that of ``own``, elements) of all matrices of
-    ``own``. Neighbours in both buffers are one run."""
+    """Return (start in a buffer of ``updates``, start in a buffer of ``own``, elements) for all
+    matrices of ``own``. Neighbours in both buffers form one run."""
     at = {i: p.start + n * p.box.numel for p in updates.parts for n, i in enumerate(p.matrices)}
     found: list[tuple[int, int, int]] = []
     for part in own.parts:
@@ -285,8 +285,8 @@ def _runs(own: Message, updates: Message) -> tuple[tuple[int, int, int], ...]:
 def turns_of(
     columns: Sequence[Ranks], splits: Sequence[int], rank: int
 ) -> list[tuple[Ranks, list[tuple[int, int]]]]:
-    """The all-gathers, (ranks, (start, numel) of what each of them has), by which shares of so many
-    elements, one behind the other in the order of `Topology.columns_of`, come to all ranks."""
+    """Return the all-gathers, (ranks, (start, numel) of each rank's share), that bring shares of
+    ``splits`` elements, consecutive in the order of `Topology.columns_of`, to all ranks."""
     ends = [0, *accumulate(splits)]
     edges = [0, *accumulate(map(len, columns))]
     k = next(k for k, column in enumerate(columns) if rank in column)
@@ -303,20 +303,20 @@ def turns_of(
 
 # ---- saved state -----------------------------------------------------------------------------
 
-# (number, rank, box) of who keeps which box of a parameter; a rank has its tensors by number.
+# (number, rank, box): which rank keeps which box of a parameter. Its tensors are by number.
 Keepers = Sequence[tuple[int, int, Box]]
 Kept = Mapping[int, Tensor]
 
 
 @dataclass(eq=False)
 class RowShards:
-    """Moves what owners keep into the form in which it is saved, and back; collective calls.
+    """Moves owners' state into the form in which it is saved, and back; collective calls.
 
     A parameter becomes a `DTensor` of even rows on all ranks, which torch saves and reshards::
 
         owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
 
-    With one rank it stays a plain tensor. A plain tensor that is loaded is whole on every rank.
+    With one rank the result is a plain tensor. A loaded plain tensor is whole on every rank.
     """
 
     _transport: Transport
@@ -329,14 +329,14 @@ class RowShards:
     def spread(
         self, shape: tuple[int, ...], dtype: torch.dtype, keepers: Keepers, mine: Kept
     ) -> Tensor:
-        """The whole tensor, of which ``keepers`` keep every element once."""
+        """Return the whole tensor from ``keepers``, which keep every element once."""
         rows, rank = self._rows(shape), self._transport.rank
         local = torch.empty(rows[rank][2].shape, dtype=dtype, device=self.device)
         self._move(keepers, mine, rows, {rank: local}, dtype)
         return local if self._mesh is None else sharded_rows(local, self._mesh, shape)
 
     def collect(self, value: Tensor, keepers: Keepers, mine: Kept) -> None:
-        """Write what each of ``keepers`` keeps of a tensor there, from whatever form it has."""
+        """Write to each of ``keepers`` its box of ``value``, which may have any form."""
         local, rank = local_rows(value, self._mesh), self._transport.rank
         if local is not None:
             self._move(self._rows(tuple(value.shape)), {rank: local}, keepers, mine, local.dtype)
@@ -347,7 +347,7 @@ class RowShards:
                 mine[i].copy_(whole[box.slices()])
 
     def _rows(self, shape: tuple[int, ...]) -> list[tuple[int, int, Box]]:
-        """Even rows, as torch cuts them: the last ranks may have fewer, or none."""
+        """Cut into even rows as torch does: the last ranks may have fewer rows, or none."""
         world, others = self._transport.world, shape[1:]
         step = math.ceil(shape[0] / world)
         starts = [min(r * step, shape[0]) for r in range(world + 1)]
@@ -359,9 +359,9 @@ class RowShards:
     def _move(
         self, keepers: Keepers, mine: Kept, targets: Keepers, into: Kept, dtype: torch.dtype
     ) -> None:
-        """Copy what lies at ``keepers``, ``mine`` here, to ``targets``, ``into`` here."""
+        """Copy tensors from ``keepers`` (local ones in ``mine``) to ``targets`` (in ``into``)."""
         rank, world = self._transport.rank, self._transport.world
-        # Views by peer, in the order of targets, then of keepers.
+        # Views by peer, ordered by targets, then by keepers.
         sent: list[list[Tensor]] = [[] for _ in range(world)]
         received: list[list[Tensor]] = [[] for _ in range(world)]
         for i, receiver, target in targets:

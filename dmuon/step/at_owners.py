@@ -207,7 +207,7 @@ class OwnersEngine(Engine):
             self._grads = {}
             raise refusal
         if on_host:
-            self._tell()
+            self._report_skips()
 
     def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
         """(norms of what is owned here, what the ranks sum up)."""

@@ -1,4 +1,4 @@
-"""What every step does, wherever momentum lies: one engine per ownership; and its times."""
+"""The work of every step, wherever momentum lies, with one engine per ownership; and its timing."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ from dmuon.tensors import finite_norms
 from dmuon.types import DmuonError, HyperDigest, NonFiniteError, first_of, grouped, runs_of, warn
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
-WINDOW = 8  # steps whose median counts
-_FACTOR = 10  # between executed and planned times, from which on the plan is wrong and says so
-_FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
-SUSPECTS = 4  # names that a rank tells of a step that was skipped
-_ADAMW_CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
-_FULL = 1 / 8  # of a dtype's range: momentum of so much overflows
+WINDOW = 8  # steps in the median
+_FACTOR = 10  # ratio of executed and planned times from which the plan is reported as wrong
+_FLOOR_MS = 5.0  # smaller differences come from call overhead and noise
+SUSPECTS = 4  # names that a rank reports for a skipped step
+_ADAMW_CACHED = 1 << 15  # elements that stay in a CPU's caches over a dozen passes
+_FULL = 1 / 8  # share of a dtype's range from which momentum may overflow
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all groups of an optimizer."""
+    """Settings for all groups of an optimizer."""
 
     schedule: Schedule
     digest: HyperDigest
@@ -74,8 +74,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Amp:
-    """From `torch.amp.GradScaler`, 0-d tensors: what gradients are still to be divided by, and
-    whether this rank found one that is not finite (not zero)."""
+    """Values from `torch.amp.GradScaler`, 0-d tensors: the factor that gradients must still be
+    divided by, and whether this rank found a non-finite gradient (not zero)."""
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -83,28 +83,28 @@ class Amp:
 
 @dataclass(slots=True)
 class Skips:
-    """What was skipped. ``finite``: nothing of the last step. ``count`` steps that all ranks know
-    of, of which ``told`` were told of; ``late`` [BLOCKS]: not zero where this rank skipped parts of
-    a block step since the last full one, with ``flags`` of what was not finite."""
+    """Skipped work. ``finite``: the last step skipped nothing. ``count`` steps were skipped that
+    all ranks know of, ``reported`` of them in warnings. ``late`` [BLOCKS]: not zero where this rank
+    skipped parts of a block step since the last full one, with ``flags`` of what was not finite."""
 
     late: Tensor
     finite: bool | Tensor = True
     count: int | Tensor = 0
-    told: int = 0
+    reported: int = 0
     flags: deque[Checked] = field(default_factory=partial(deque, maxlen=BLOCKS))
-    told_of_eps: bool = False
+    reported_eps: bool = False
 
     def seen(self) -> Tensor:
-        """How many steps this rank knows of, 0-d."""
+        """Return how many skipped steps this rank knows of, 0-d."""
         return (self.late > 0).sum() + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of a step that has been taken, as the ``steps``-th, and was a ``full`` one or
-    not. ``bytes``: sent since the one before; ``square`` and ``below_eps`` are `Findings` of the
-    last full step; ``numbers``, which may still be on their way to the host, are the RMS of the
-    updates of ``matrices`` over the learning rate, and how many steps were skipped."""
+    """Numbers of the ``steps``-th step, which was a ``full`` one or not. ``bytes`` were sent since
+    the step before; ``square`` and ``below_eps`` are `Findings` of the last full step; ``numbers``,
+    which may still be on their way to the host, are the RMS of the updates of ``matrices`` over the
+    learning rate, then the number of skipped steps."""
 
     steps: int
     full: bool
@@ -117,7 +117,7 @@ class Record:
     numbers: HostCopy
 
     def times(self) -> dict[str, float]:
-        """Milliseconds, as `Muon.metrics` has them."""
+        """Return milliseconds under the names of `Muon.metrics`."""
         waits = {purpose: watch.milliseconds() for purpose, watch in self.waits.items()}
         found = {f"{n}_ms": waits[n] for n in ("gather", "scatter") if n in waits}
         exposed = math.fsum(waits.values())
@@ -126,8 +126,8 @@ class Record:
 
 @dataclass(eq=False)
 class LastStep:
-    """The count after the last step, whether that was a full one, and what was sent since the one
-    before; ``records`` of a few, from when somebody asks."""
+    """The step count after the last step, whether that was a full one, and the bytes sent since the
+    step before; ``records`` of a few steps, once somebody has asked for them."""
 
     steps: int = 0
     full: bool = True
@@ -137,8 +137,8 @@ class LastStep:
 
 @dataclass(eq=False, repr=False)
 class Engine(ABC):
-    """The work of one ownership in `Muon.step`, in the order in which it is called; the state in
-    the optimizer is made at construction."""
+    """The work of one ownership in `Muon.step`, in calling order. The constructor makes the state
+    in the optimizer."""
 
     _runtime: LayoutRuntime
     _telemetry: StepTelemetry
@@ -146,7 +146,7 @@ class Engine(ABC):
     _optimizer: Optimizer
     _settings: Settings
     _message: VerdictMessage = field(init=False)
-    _are_raw = False  # operands, see `tensors.are_raw`
+    _are_raw = False  # whether operands are unscaled, see `tensors.are_raw`
 
     def __post_init__(self) -> None:
         runtime, optimizer, settings = self._runtime, self._optimizer, self._settings
@@ -154,7 +154,7 @@ class Engine(ABC):
         self._amp = Amp()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips(torch.zeros(BLOCKS, dtype=torch.float64, device=runtime.device))
-        # Probed here: a first probe inside `step` would wait for the device.
+        # Probe now: a first probe inside `step` would wait for the device.
         for p in runtime.parameters[:1]:
             list_kernels(p.device)
         self.verifier = Verifier()
@@ -163,7 +163,7 @@ class Engine(ABC):
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
         self._group_of = [group_of[runtime.parameters[m.parameter]] for m in specs.matrices]
-        # By the number of their param group: AdamW's parameters, (index, parameter).
+        # AdamW's parameters by the number of their param group: (index, parameter).
         self._adamw: dict[int, list[tuple[int, nn.Parameter]]] = defaultdict(list)
         for i in specs.adamw_parameters():
             p = runtime.parameters[i]
@@ -179,7 +179,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _bind(self) -> None:
-        """Make the state, and whatever is made once."""
+        """Make the state and everything else that is made once."""
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ class Engine(ABC):
         return momentum_dtypes(asked, weight, self._settings.master_weights)
 
     def _call(self, unit: Unit, count: int | None = None) -> Call:
-        """Newton-Schulz on a unit, or on ``count`` of its matrices."""
+        """Return the Newton-Schulz call for a unit, or for ``count`` of its matrices."""
         group = self._groups[unit.group]
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         shape = count or len(unit.matrices), unit.rows, unit.cols
@@ -201,17 +201,17 @@ class Engine(ABC):
     # ---- a step --------------------------------------------------------------------------
 
     def _begin_update(self) -> None:
-        # As they are now: a scheduler may change the groups before an update is applied.
+        # Snapshots, because a scheduler may change the groups before an update is applied.
         self._hypers = [Hyper.of(group) for group in self._groups]
         last, schedule = self._last, self._settings.schedule
         if last.records is not None and last.steps:
-            last.records.append(self._record())  # nothing of that step is pending any more
+            last.records.append(self._record())  # all of that step's work is done
         last.steps, last.full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
     def _note(self, finite: bool | Tensor, *, is_late: bool = False) -> None:
-        """Note whether the step found nothing that is not finite; ``is_late``: the other ranks
-        learn of it in the next full step."""
+        """Record whether the step found only finite gradients; ``is_late``: the other ranks learn
+        it in the next full step."""
         skipped = finite.logical_not() if isinstance(finite, Tensor) else int(not finite)
         self.skips.finite = finite
         if is_late:
@@ -221,23 +221,23 @@ class Engine(ABC):
             self.skips.count = self.skips.count + skipped
 
     def _checked(self, grads: Mapping[int, Tensor]) -> tuple[Checked, list[Tensor]]:
-        """(Numbers that are finite where AdamW's gradients are, apart by their replicas,
-        sums of squares of those that count here)."""
+        """Return (numbers that are finite where AdamW's gradients are, separately for each set of
+        replicas; sums of squares of the gradients counted here)."""
         found: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
         for i, p in chain.from_iterable(self._adamw.values()):
             if i in grads and grads[i].numel():
                 found[placed(p)][i] = grads[i]
         checked = [([*some], finite_norms([*some.values()])) for some in found.values()]
-        counted = [norms for of, norms in checked if self._runtime.counts(of[0])]
+        counted = [norms for numbers, norms in checked if self._runtime.counts(numbers[0])]
         return checked, [norms.dot(norms) for norms in counted]
 
     @property
     def _fuses_adamw(self) -> bool:
-        """On a CPU that form rounds an element as its place in a vector is."""
+        """Whether to use fused AdamW; on a CPU it rounds an element depending on its place."""
         return not (self._runtime.one_by_one and host_can_read(self._runtime.device))
 
     def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
-        """Update the parameters of these gradients."""
+        """Update AdamW's parameters that have a gradient here."""
         for g, params in self._adamw.items():
             # The fused form takes one flag for all parameters of a call.
             calls: dict[int, tuple[Tensor | None, list[tuple[Tensor, Tensor]]]] = {}
@@ -253,10 +253,10 @@ class Engine(ABC):
     def _adamw_step(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], stays: Tensor | None
     ) -> None:
-        """Update parameters of a param group by local gradients: in torch's fused form, one call
-        that reads nothing back, and leaves all as it is where ``stays`` (0-d, float32) is not zero;
-        or on a CPU bit for bit as torch does it, in pieces that stay in its caches."""
-        own = "adamw_" if "adamw_betas" in group else ""  # in a group that has matrices too
+        """Update parameters of a param group from local gradients. torch's fused form is one call
+        that reads nothing back and changes nothing where ``stays`` (0-d, float32) is not zero; on a
+        CPU the same bits are computed in pieces that stay in its caches."""
+        own = "adamw_" if "adamw_betas" in group else ""  # in a group that also has matrices
         (beta1, beta2), decay = group[f"{own}betas"], group[f"{own}weight_decay"]
         decay = group["weight_decay"] if decay is None else decay
         lr = float(group["lr"]) * group.get("adamw_lr_ratio", 1.0)
@@ -271,7 +271,7 @@ class Engine(ABC):
             targets, weights, grads, averages, squares, steps = map(list, zip(*some, strict=True))
             if self._settings.master_weights:
                 follow_weights(targets, weights)
-            # In half precision that form rounds the decay first.
+            # In half precision the foreach form would round the decay first.
             foreach = not fused and all(t.dtype.itemsize >= 4 for t in targets)
             adamw(
                 targets, grads, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,
@@ -283,64 +283,64 @@ class Engine(ABC):
                 torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        """Bring gradients to where they belong, and weights to what was published. Returns
-        ``refusal``, why this rank cannot take the step, or what it found itself; `launch` raises
-        it, once the other ranks can know."""
+        """Bring gradients to their owners and wait for published weights. Return ``refusal``, the
+        reason why this rank cannot take the step, or an error found here; `launch` raises it once
+        the other ranks can know."""
         self._message.raise_noted()
-        self._tell()
+        self._report_skips()
         self._amp = amp
         try:
             self._runtime.reduce_gradients()
             self._take_gradients()
-        except DmuonError as error:  # perhaps on this rank alone
+        except DmuonError as error:  # may concern this rank alone
             refusal = refusal or error
         return refusal
 
     @abstractmethod
     def _take_gradients(self) -> None:
-        """Note the local gradients by parameter, those of AdamW's at least."""
+        """Collect the local gradients by parameter, at least AdamW's."""
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
-        """Update the matrices, as far as that needs no waiting at the end. ``refusal``: that of any
-        engine, so that no other has stepped when one refuses."""
+        """Update the matrices, except for work that may wait until the end. ``refusal`` may be of
+        any engine, so that no other engine has stepped when one refuses."""
 
     def update_others(self) -> None:  # noqa: B027
-        """Update the parameters that are no matrices, where `launch` has not done so."""
+        """Update the other parameters, unless `launch` has done so."""
 
     def finish(self) -> None:
-        """The last part of a step, on every rank."""
+        """Do the last part of a step, on every rank."""
         self._telemetry.finish_step()
 
     def count_bytes(self) -> None:
-        """Note what this rank has handed to collectives since the step before."""
+        """Record the bytes that this rank has passed to collectives since the step before."""
         meter = self._runtime.meter
         self._last.bytes = Counter(meter if self._runtime.transport.world > 1 else ())
         meter.clear()
 
-    # ---- what is told --------------------------------------------------------------------
+    # ---- reports of skipped steps ------------------------------------------------------------
 
-    def _tell(self) -> None:
-        """Say on one rank that steps were skipped, and why, or that updates are damped by eps.
-        Where a scaler looks for skipped steps, they are no news."""
+    def _report_skips(self) -> None:
+        """Warn on one rank that steps were skipped, and why, or that eps damps updates. Stay silent
+        about skips if a scaler looks for them."""
         found = self._message.found
         if found.is_bad or any(found.late):
             if self._amp.found_inf is None:
-                self._tell_of_skipped()
-        elif found.below_eps and not self.skips.told_of_eps:
-            self._tell_of_eps()
+                self._report_skipped()
+        elif found.below_eps and not self.skips.reported_eps:
+            self._report_eps()
 
-    def _tell_of_skipped(self) -> None:
+    def _report_skipped(self) -> None:
         skips, transport, message = self.skips, self._runtime.transport, self._message.found
         blocks = [n for n, ranks in enumerate(message.late) if ranks]
-        before, skips.told = skips.told, skips.told + message.is_bad + len(blocks)
+        before, skips.reported = skips.reported, skips.reported + message.is_bad + len(blocks)
         is_error, alone = self._settings.nonfinite == "raise", self._settings.schedule.never_full
-        if before.bit_length() == skips.told.bit_length() and not is_error:
+        if before.bit_length() == skips.reported.bit_length() and not is_error:
             return
-        # The names that each rank knows, alike for all of them.
+        # All ranks use the same list of names.
         mine = self._suspects()
-        told = mine if alone else chain.from_iterable(transport.gather_objects(mine))
-        found = dict(sorted(told, key=lambda pair: bool(pair[1])))
+        reported = mine if alone else chain.from_iterable(transport.gather_objects(mine))
+        found = dict(sorted(reported, key=lambda pair: bool(pair[1])))
         names = [name for name, reason in found.items() if reason] or [*found]
         why = found.get(names[0]) if names else ""
         what = f"momentum is {why}" if why else "gradients are not finite"
@@ -355,15 +355,15 @@ class Engine(ABC):
             skipped.append("a step was skipped on all ranks")
             kept = "Weights and optimizer state are"
         text = f"dmuon: {' and '.join(skipped)}, {what}. {kept} as before it"
-        text += f" (skipped so far: {skips.told})"
+        text += f" (skipped so far: {skips.reported})"
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
         if transport.rank == 0 or alone:
             warn(text, of_rank=True)
 
-    def _tell_of_eps(self) -> None:
+    def _report_eps(self) -> None:
         message, transport = self._message, self._runtime.transport
-        self.skips.told_of_eps = True
+        self.skips.reported_eps = True
         mine = [*islice(message.names_below_eps(), SUSPECTS)]
         names = [*dict.fromkeys(chain.from_iterable(transport.gather_objects(mine)))]
         if transport.rank == 0:
@@ -377,7 +377,7 @@ class Engine(ABC):
             )
 
     def _suspects(self) -> list[tuple[str, str]]:
-        """(name, what is wrong with its momentum, if that is to blame) of a few not finite here."""
+        """Return (name, flaw of its momentum or "") for a few matrices not finite on this rank."""
         kept, specs, found = self._momentum(), self._runtime.plan.specs, []
         flags = [self._message.found.not_finite, *self.skips.flags]
         self.skips.flags.clear()
@@ -400,20 +400,20 @@ class Engine(ABC):
 
     @abstractmethod
     def _momentum(self) -> Mapping[int, Tensor]:
-        """What this rank keeps of momentum, by matrix."""
+        """Return the momentum that this rank keeps, by matrix."""
 
     # ---- verify_every --------------------------------------------------------------------
 
     @abstractmethod
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
-        """Momentum and gradient of a matrix parameter, whole, after `begin`; a collective call."""
+        """Return whole momentum and gradient of a matrix parameter, after `begin`; a collective."""
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> Stored:
-        """What this rank stores of the weights of the matrix that is this box of a parameter."""
+        """Return this rank's weights of the matrix at this box of a parameter."""
 
     def take_sample(self, count: int) -> None:
-        """Note some matrices before a step, for `check_sample`; a collective call."""
+        """Sample some matrices before a step for `check_sample`; a collective call."""
         specs = self._runtime.plan.specs
         self.verifier.samples = []
         for parameter, box in self.verifier.sample(self._runtime.plan, count):
@@ -427,7 +427,7 @@ class Engine(ABC):
             self.verifier.samples.append(Sample(matrix, *whole, kept, before, stored, working))
 
     def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
-        """What a variant keeps of matrix ``i``, ``[1, ...]``, on every rank; a collective call."""
+        """Return a variant's state of matrix ``i``, ``[1, ...]``, on every rank; a collective."""
         kept, found = [*self._kept.rows(matrix.parameter)], {}
         shapes = {s.name: s.shape(*matrix.shape) for s in self._rules[self._group_of[i]].state}
         rows = self._spread(kept)[matrix.parameter]
@@ -438,8 +438,8 @@ class Engine(ABC):
         return found
 
     def check_sample(self) -> None:
-        """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
-        what else the verifier does then)."""
+        """Raise CorruptionError, on every rank, if a step's results differ from the sample's (or do
+        whatever else the verifier does then)."""
         samples, self.verifier.samples = self.verifier.samples, []
         plan, found = self._runtime.plan, []
         for s in samples if self.skips.finite else ():
@@ -452,7 +452,7 @@ class Engine(ABC):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last step, without a collective; see `Muon.stats`."""
+        """Return numbers of the last step, without a collective; see `Muon.stats`."""
         self._runtime.synchronize()
         (matrices, rms), specs = self._update_rms(), self._runtime.plan.specs.matrices
         lists = "torch" if list_kernels(self._runtime.device) is None else "triton"
@@ -468,24 +468,24 @@ class Engine(ABC):
         }
 
     def step_bytes(self) -> dict[str, int]:
-        """Bytes beside weights, gradients and optimizer state that a full step takes on this rank,
-        by purpose; the table in docs/sharded.md explains them."""
+        """Return the bytes that a full step takes on this rank besides weights, gradients and
+        optimizer state, by purpose; the table in docs/sharded.md explains them."""
         kernels = self._kernels
         own = {"newton_schulz": kernels.nbytes, "products": kernels.temporary_bytes}
         return self._runtime.nbytes | own
 
     def describe(self) -> str:
-        """How this rank's work is cut."""
+        """Describe this rank's share of the work."""
         owners = [unit.owner for unit in self._runtime.units]
         return f"batches that this rank owns: {owners.count(self._runtime.transport.rank)}"
 
     @abstractmethod
     def _update_rms(self) -> tuple[Sequence[int], Tensor]:
-        """The matrices whose updates this rank knows of, and their RMS over the learning rate."""
+        """Return matrices whose updates this rank knows, and their RMS over the learning rate."""
 
     def records(self) -> dict[int, Record]:
-        """Of the last steps whose numbers can be read without waiting for a device, by their count;
-        where that is not always the last one, from the first call on steps leave copies of them."""
+        """Return records by step count, of recent steps that can be read without waiting for the
+        device. Where the last step may not be ready, steps keep records from the first call on."""
         if host_can_read(self._runtime.device):
             return {self._last.steps: self._record()} if self._last.steps else {}
         if self._last.records is None:
@@ -500,23 +500,23 @@ class Engine(ABC):
         return Record(*what, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:
-        """(number of the param group, RMS) of the matrices that a step has updated."""
+        """Yield (number of the param group, RMS) of the matrices that a step has updated."""
         for i, rms in zip(record.matrices, record.numbers.read()):
             if rms:
                 yield self._group_of[i], rms
 
     @abstractmethod
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Entries that are saved in the place of those in the optimizer's state; may be a
-        collective call."""
+        """Return entries to save in place of those in the optimizer's state; may be a collective
+        call."""
 
     @abstractmethod
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Take over saved entries, bit for bit where they have the same precision."""
+        """Load saved entries, bit for bit where they have the same precision."""
 
     def _spread(self, kept: Iterable[AtOwners]) -> dict[int, dict[str, Tensor]]:
-        """What lies with owners as it is saved, distributed by rows: by parameter and key. A
-        collective call where there is something."""
+        """Return owners' state in the form in which it is saved, distributed by rows, by parameter
+        and key. A collective call if there is any."""
         rows = self._runtime.rows
         found: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for k in kept:
@@ -525,8 +525,8 @@ class Engine(ABC):
         return found
 
     def _collect(self, kept: Iterable[AtOwners], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Take over what `_spread` gave; a collective call. Where nothing was saved masters stay,
-        and all else is zero."""
+        """Load the result of `_spread`; a collective call. Where nothing was saved, masters stay
+        and other state becomes zero."""
         for k in kept:
             value = saved.get(self._runtime.parameters[k.parameter], {}).get(k.key)
             if value is not None:
@@ -536,8 +536,8 @@ class Engine(ABC):
                     k.here[i].zero_()
 
     def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """The entries whose masters somebody's writing to weights has outdated. What is kept stays
-        as it is until the next step, because what was written may be taken back."""
+        """Return entries with updated masters where somebody has written to the weights. The state
+        itself stays until the next step, because the write may be undone before."""
         found = {}
         for p in parameters:
             entry = self._optimizer.state[p]
@@ -551,8 +551,8 @@ class Engine(ABC):
 def load_entry(
     p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any], but: Collection[str] = ()
 ) -> None:
-    """Copy what was saved of a parameter into its state, ``but`` these keys; zeros where it had no
-    gradient before, and a master that was not saved takes the weight."""
+    """Copy a parameter's saved state into ``state``, except keys in ``but``. Missing values become
+    zero (the parameter had no gradient before), and a missing master takes the weight."""
     for key, value in state.items():
         if key in but:
             continue
@@ -564,12 +564,12 @@ def load_entry(
             local_tensor(value).zero_()
 
 
-# ---- what lies with owners ---------------------------------------------------------------
+# ---- state at the owners -----------------------------------------------------------------
 
 
 class AtOwners(NamedTuple):
-    """State of a parameter that lies with the owners of its matrices: its key; shape and dtype as
-    it is saved; who keeps which part of that; what is here, by matrix."""
+    """State of a parameter kept by the owners of its matrices: key, shape and dtype in its saved
+    form; which rank keeps which part; this rank's tensors by matrix."""
 
     parameter: int
     key: str
@@ -580,16 +580,16 @@ class AtOwners(NamedTuple):
 
 
 def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]]]:
-    """(whether its slot holds the transpose, which of ``where``) of matrices at these positions of
-    a unit."""
+    """Group the positions in ``where``, of matrices of a unit, by whether the unit holds their
+    transposes."""
     if not unit.transposed:
         return [(False, [*range(len(where))])]
     return sorted(grouped((unit.holds_transpose(k), n) for n, k in enumerate(where)).items())
 
 
 class KeptByRules:
-    """What variants keep of each matrix, with all that compute it; nothing where all groups are
-    plain. Where groups of ranks hold copies of a parameter, each copy has its own owners."""
+    """State that variants keep of each matrix, on all ranks that compute it; empty if all groups
+    are plain. If groups of ranks hold copies of a parameter, each copy has its own owners."""
 
     def __init__(
         self,
@@ -622,12 +622,12 @@ class KeptByRules:
 
     @property
     def names(self) -> set[str]:
-        """Of all that is kept, in the optimizer's state."""
+        """The names of all such state in the optimizer's state."""
         return {spec.name for rule in self._rules for spec in rule.state}
 
     def show(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's state have the same keys on every rank, which torch asks it for: what
-        is kept here of a parameter of one matrix, else nothing."""
+        """Give the optimizer's state the same keys on every rank, as torch requires: this rank's
+        state for a parameter of one matrix, otherwise an empty tensor."""
         for p, members in self._members.items():
             for spec in self._rules[self._group_of[members[0]]].state:
                 mine = self._tensors[spec.name].get(members[0]) if len(members) == 1 else None
@@ -635,7 +635,7 @@ class KeptByRules:
                 optimizer.state[self._runtime.parameters[p]][spec.name] = shown
 
     def accept(self, unit: Unit, update: Tensor, where: Sequence[int] | None = None) -> None:
-        """`Rule.accepted` on the matrices at these positions of a unit (None: all)."""
+        """Run `Rule.accepted` on the matrices at these positions of a unit (None: all)."""
         rule = self._rules[unit.group]
         if rule.is_plain:
             return
@@ -652,7 +652,7 @@ class KeptByRules:
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
     def rows(self, parameter: int | None = None) -> Iterator[AtOwners]:
-        """What is kept of a parameter (None: of each) in one row, of its matrices in order."""
+        """Yield a parameter's state (None: each one's) as one row over its matrices in order."""
         specs = self._runtime.plan.specs
         for p, members in self._members.items():
             if parameter not in (None, p):
@@ -670,19 +670,19 @@ class KeptByRules:
 
 
 # ---- AdamW -------------------------------------------------------------------------------
-# By `torch.optim.AdamW`'s own functional form, element by element, where the shards lie.
+# torch's own functional form of AdamW, applied elementwise to the local shards.
 
 
 def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """(tensors of one shape, step number), in lists of about `_ADAMW_CACHED` elements: larger
-    tensors are cut along their first dim."""
+    """Yield lists of (tensors of one shape, step number) with about `_ADAMW_CACHED` elements; cut
+    larger tensors along their first dim."""
     found: list[tuple[Tensor, ...]] = []
     for *tensors, step in rows:
         first, pieces = tensors[0], [tuple(tensors)]
         if first.numel() > _ADAMW_CACHED and first.ndim:
             count = max(1, _ADAMW_CACHED * len(first) // first.numel())
             pieces = list(zip(*(t.split(count) for t in tensors), strict=True))
-        # Each piece is a step further; the number itself advances with the last one.
+        # Each piece advances its step number, so only the last piece gets the original.
         steps = [*(step.clone() for _ in pieces[1:]), step]
         found += [(*piece, number) for piece, number in zip(pieces, steps, strict=True)]
     return runs_of(found, lambda row: row[0].numel(), _ADAMW_CACHED)
@@ -690,7 +690,7 @@ def _adamw_pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Ten
 
 @torch.no_grad()
 def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> None:
-    """Make the state of ``p`` if there is none: `torch.optim.AdamW`'s and, with ``master_weights``,
+    """Make the state of ``p`` unless it exists: `torch.optim.AdamW`'s and, with ``master_weights``,
     a float32 "master_weight" for parameters of lower precision."""
     entry = state[p]
     if "step" in entry:
@@ -698,7 +698,7 @@ def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> 
     if master_weights and p.dtype.itemsize < 4:
         entry[MASTER] = p.detach().float()
     target = entry.get(MASTER, p)
-    # As torch.optim.AdamW keeps it (bfloat16 cannot count beyond 256), where fused forms want it.
+    # float32 as in torch.optim.AdamW (bfloat16 cannot count past 256), on the device for fused use.
     entry["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     entry["exp_avg"] = torch.zeros_like(target.detach())
     entry["exp_avg_sq"] = torch.zeros_like(target.detach())
@@ -711,15 +711,15 @@ def make_adamw_state(p: Tensor, state: dict[Any, Any], master_weights: bool) -> 
 class StepTelemetry:
     """Newton-Schulz milliseconds of every rank of an ownership, at no cost to the step.
 
-    Each rank times its own work, and at step counts fixed in advance all exchange the median of
-    their recent steps, so that any rank may ask for a `report` alone::
+    Each rank times its own work, and at fixed step counts all ranks exchange the median of their
+    recent steps, so that any rank may ask for a `report` on its own::
 
         step       1  2 | 3  4              ...        16        ...
                    warm-up   `-> exchange: [0 .. mine .. 0], summed over the ranks
                                     `-> waited for in the next step, when it has long arrived
 
-    ``watch`` times the current step, between `begin_step` and `finish_step`. Where a rank's times
-    are far from ``_planned_ms`` (None: not comparable), it warns once.
+    ``watch`` times the current step, from `begin_step` to `finish_step`. If a rank's times are far
+    from ``_planned_ms`` (None: not comparable), it warns once.
     """
 
     _transport: Transport
@@ -733,23 +733,23 @@ class StepTelemetry:
         self._steps = 0
         self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
         self._exchange: tuple[Work, Tensor] | None = None
-        self._known: Tensor | None = None  # [world]; NaN for a rank that had no number yet
+        self._known: Tensor | None = None  # [world]; NaN for ranks that have sent no number yet
 
     def begin_step(self) -> None:
-        """New watches for this step; the last ones stay readable."""
+        """Start new watches for this step; the last ones stay readable."""
         self.watch = Stopwatch(self._device)
         self._meter.waits = {}
 
     def finish_step(self) -> None:
-        """Note this step's time and, at the steps when all do, launch the exchange: every rank
-        calls it at the same place among its collectives."""
+        """Record this step's time and, at the fixed step counts, launch the exchange: every rank
+        calls this at the same place among its collectives."""
         self._steps += 1
         self.wait()
         if self._steps > WARM_UP:
             self._recent.append(self.watch)
         if not is_exchange_step(self._steps):
             return
-        # What can be read without waiting for the device; nothing where the host runs ahead.
+        # Times that can be read without waiting for the device; none if the host runs ahead.
         seen = [watch.milliseconds() for watch in self._recent if watch.ready()]
         self._compare(seen)
         vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
@@ -759,9 +759,9 @@ class StepTelemetry:
         self._exchange = self._transport.all_reduce(vector, tag="telemetry"), vector
 
     def _compare(self, seen: list[float]) -> None:
-        """Warn once if every recent step took many times what was planned, or a small part."""
+        """Warn once if every recent step took many times the planned time, or a small part."""
         planned = self._planned_ms
-        if planned is None or not any(seen):  # as where no gradient came
+        if planned is None or not any(seen):  # for instance without gradients
             return
         slowest, fastest = max(seen), min(seen)
         if fastest > max(_FACTOR * planned, planned + _FLOOR_MS):
@@ -783,7 +783,7 @@ class StepTelemetry:
         )
 
     def wait(self) -> None:
-        """Wait for the exchange under way, if any. Blocks no host on CUDA."""
+        """Wait for a pending exchange, if any. Does not block the host on CUDA."""
         if self._exchange is None:
             return
         work, vector = self._exchange
@@ -793,8 +793,8 @@ class StepTelemetry:
         self._known = vector if known is None else torch.where(vector.isnan(), known, vector)
 
     def measured_ms(self) -> tuple[float, ...] | None:
-        """Milliseconds per step of each rank, as of the last exchange; None before there is a
-        number of every rank, or when none had anything to do. Waits for the exchange under way."""
+        """Return each rank's milliseconds per step as of the last exchange; None until every rank
+        has sent a number, or if no rank had any work. Waits for a pending exchange."""
         self.wait()
         if self._known is None:
             return None

@@ -2,18 +2,18 @@
 
 A full step, on every rank::
 
-    operands    momentum and Nesterov on the local blocks, into a workspace: nothing is changed yet
-    verdict     one all-reduce: every matrix's squared norm, who has gradients, who found an inf
+    operands    momentum and Nesterov on the local blocks, into a workspace; nothing is changed yet
+    verdict     one all-reduce: squared norms of matrices, which gradients exist, any inf or nan
     pipeline    normalized blocks to the owners, Newton-Schulz there, updates back to the blocks;
-                while the first buckets travel: the momentum, what lies here alone, AdamW
+                while the first buckets travel: momentum, matrices that need no others, AdamW
 
-Where every rank holds all matrices whole, the first Newton-Schulz runs while the verdict travels.
-A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by themselves, without
+If every rank holds all matrices whole, the first Newton-Schulz runs while the verdict travels.
+A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes each block on its own, without
 any collective.
 
-Where the host cannot read from the device without waiting, every decision is a mask there: what is
-bad gets an operand of zeros, hence an update of zeros, and neither momentum nor decay. There no
-operand is kept: see `PassingOperands`.
+If the host cannot read from the device without waiting, every decision is a mask: a bad block gets
+an operand of zeros, hence an update of zeros, and neither momentum nor decay. Then operands are not
+stored, see `PassingOperands`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from dmuon.types import Layout, NewParameters, OwnershipError, warn
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
-Gradients = Mapping[int, Tensor]  # local ones by parameter
+Gradients = Mapping[int, Tensor]  # local gradients by parameter
 AnyOperands = Operands | PassingOperands
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrivals:
-    """Blocks of one param group whose matrices have one shape, with views of where their updates
-    arrive. ``positions`` [blocks] is for masks."""
+    """Blocks of one param group, with matrices of one shape, and views of the buffers where their
+    updates arrive. ``positions`` [blocks] index masks."""
 
     group: int
     rows: int
@@ -66,8 +66,8 @@ class _Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices. Of one that is applied
-    here alone, ``parts`` are (first position, part); ``lr_ratio``: of blocks in a block step."""
+    """A unit that this rank orthogonalizes, with its matrices as ``index`` [b]. If it is applied on
+    this rank only, ``parts`` are (first position, part). ``lr_ratio`` is that of block steps."""
 
     unit: Unit
     index: Tensor
@@ -76,7 +76,7 @@ class _Stack:
 
 
 class _Sizes:
-    """The norms of updates, and their factors to root mean squares: joined once all are there."""
+    """Norms of updates, with their factors to root mean squares, combined when all are there."""
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
@@ -84,7 +84,7 @@ class _Sizes:
         self._factors: list[float] = []
 
     def note(self, stack: _Stack, update: Tensor, h: Hyper) -> None:
-        """Of the updates of a unit; of one of several copies."""
+        """Add the norms of a unit's updates; of several copies of a unit one counts."""
         if not stack.unit.is_counted:
             return
         (_, rows, cols), norms, turned = stack.unit.shape, update_norms(update), [False]
@@ -97,14 +97,14 @@ class _Sizes:
         self._index.append(stack.index)
 
     def squares(self) -> Tensor | None:
-        """The mean squares as they were noted (None: nothing was)."""
+        """Return the mean squares in the order of `note`, or None if there are none."""
         if not self._norms:
             return None
         torch._foreach_mul_(self._norms, self._factors)
         return torch.cat(self._norms).square_()
 
     def spread(self, to: Tensor) -> None:
-        """The mean squares to where their matrices are in ``to``."""
+        """Write the mean squares to the positions of their matrices in ``to``."""
         squares = self.squares()
         if squares is not None:
             to.index_copy_(0, torch.cat(self._index), squares)
@@ -122,7 +122,7 @@ class ParamsEngine(Engine):
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights
         self._rank = runtime.transport.rank
-        # Of the last step: (matrices, the mean squares of their updates) once the work is done.
+        # The last step's (matrices, mean squares of their updates), valid once the work is done.
         self._updates: tuple[Sequence[int], Tensor | None] = (), None
         self._work = Work()
         self._state = BlockState(
@@ -130,7 +130,7 @@ class ParamsEngine(Engine):
         )
         ns_dtype, every = self._settings.ns_dtype, range(len(runtime.plan.specs.matrices))
         dtypes = {ns_dtype, *(self._momentum_dtypes(i)[1] for i in every)}
-        self._are_raw = are_raw(dtypes, runtime.device)  # and leave from where they lie
+        self._are_raw = are_raw(dtypes, runtime.device)  # then they leave from the workspace
         memory = partial(self._reserve, ns_dtype) if self._are_raw else None
         runtime.bind(self._group_of, ns_dtype, memory)
         runtime.bound().copier = copier
@@ -148,7 +148,7 @@ class ParamsEngine(Engine):
     # ---- once ----------------------------------------------------------------------------
 
     def _reserve(self, dtype: torch.dtype, sent: int) -> Tensor:
-        """Make the workspace of all operands; the ``sent`` elements of those that travel."""
+        """Allocate the workspace; return the part for the ``sent`` elements that travel."""
         state = self._state
         numel = sum(momentum.numel() for momentum in state.momentum)
         if self._settings.schedule.always_full:
@@ -161,7 +161,7 @@ class ParamsEngine(Engine):
         return [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
 
     def _check_variants(self) -> None:
-        """OwnershipError where a variant would see less than whole matrices."""
+        """Raise OwnershipError where a variant would see only part of a matrix."""
         plan, shards = self._runtime.plan, self._runtime.shards
         for i, matrix in enumerate(plan.specs.matrices):
             rule = self._rules[self._group_of[i]]
@@ -175,7 +175,7 @@ class ParamsEngine(Engine):
                 )
 
     def _bind_full_step(self) -> None:
-        """Lay out the operands in the order in which they leave; then what stays; then replicas."""
+        """Lay out operands in the order in which they leave, then local ones, then replicas'."""
         runtime, state = self._runtime, self._state
         buckets = runtime.bound().buckets
         sent = [b.route.held.matrices for b in buckets]
@@ -223,7 +223,7 @@ class ParamsEngine(Engine):
         return _Stack(unit, _index(unit.matrices, self._runtime.device), parts, lr_ratio)
 
     def _arrivals_of(self, updates: Sequence[tuple[Tensor, Message]]) -> list[_Arrivals]:
-        """What arrives in these buffers, by param group, shape and dtype of the matrix."""
+        """Group the updates that arrive in these buffers by param group, shape and dtype."""
         state, specs = self._state, self._runtime.plan.specs
         alike: dict[tuple[int, int, int, str], list[tuple[int, Tensor]]] = defaultdict(list)
         for buffer, message in updates:
@@ -254,13 +254,13 @@ class ParamsEngine(Engine):
         self._block_operands = self._operands_in(order)
         ratio = self._settings.block_lr_ratio
         for (group, is_whole, form, shape), equal in alike.items():
-            own = 1.0 if is_whole or ratio is None else ratio  # whole ones always take full steps
+            own = 1.0 if is_whole or ratio is None else ratio  # whole matrices take full steps
             block = state.blocks[equal[0]]
             most = largest_batch(block.rows, block.cols, _BLOCK_BATCH, self._runtime.batch_numel)
             for start in range(0, len(equal), most):
                 some = [state.blocks[k] for k in equal[start : start + most]]
                 matrices = tuple(b.matrix for b in some)
-                # Here a block is a whole by itself.
+                # A block counts as a whole matrix here.
                 part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
                 unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
                 first = self._block_operands.position_of[equal[start]]
@@ -275,7 +275,7 @@ class ParamsEngine(Engine):
             self._state.begin_step()
             grads = [*self._grads.values()]
             if amp.scale is not None and grads:
-                # A tensor, because reading it would wait for the device.
+                # A tensor, because reading its value would wait for the device.
                 scale_all(grads, amp.scale.reciprocal().to(grads[0].device))
         return refusal
 
@@ -311,14 +311,14 @@ class ParamsEngine(Engine):
         if never:
             self._message.note_alone(finite)
         if (is_full or never) and host_can_read(self._runtime.device):
-            self._tell()
+            self._report_skips()
 
     def finish(self) -> None:
-        if self._last.full:  # a block step issues no collective, and this may
+        if self._last.full:  # this may issue a collective, and a block step must not
             super().finish()
 
     def _refuse(self, refusal: Exception) -> None:
-        """Take part in a full step in which nothing changes, and which tells the other ranks."""
+        """Take part in a full step that changes nothing and tells the other ranks."""
         runtime = self._runtime
         vector = self._message.refuse(self._late, is_new=isinstance(refusal, NewParameters))
         runtime.all_reduce(vector, "norms").wait()
@@ -329,7 +329,7 @@ class ParamsEngine(Engine):
         if host_can_read(runtime.device):
             return
         self._message.note(vector)
-        # They cannot know yet: their blocks travel as zeros.
+        # The other ranks cannot know yet, so this rank's blocks travel as zeros.
         buckets = runtime.bound().buckets
 
         def fill(b: int) -> None:
@@ -345,23 +345,23 @@ class ParamsEngine(Engine):
         self._count_late(vector)
 
     def _count_late(self, vector: Tensor) -> None:
-        """Count the block steps since the last full one as all ranks know them now."""
+        """Count the skipped block steps since the last full one, now that all ranks know them."""
         if self._late is not None:
             self.skips.count = self.skips.count + self._message.late_steps(vector)
             self.skips.late.zero_()
 
     @property
     def _late(self) -> Tensor | None:
-        """What a full step tells of the block steps before it; None where there are none."""
+        """The flags of block steps to send in a full step; None if there are no block steps."""
         return None if self._settings.schedule.always_full else self.skips.late
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
-        """Take the step but for the last updates; False: nothing, as a gradient is not finite."""
+        """Take the step except for the last updates; False if a non-finite gradient stopped it."""
         runtime, operands = self._runtime, self._operands
         of_blocks = operands.gradients(grads)
         norms = operands.fill(of_blocks, self._hypers)
         inf, late = self._amp.found_inf, self._late
-        if late is not None and self._settings.nonfinite == "raise":  # this step is called off
+        if late is not None and self._settings.nonfinite == "raise":  # then this step is skipped
             inf = late.sum() if inf is None else late.sum() + inf.to(late)
         checked, of_grads = self._checked(grads)
         of_grads += operands.gradient_squares(of_blocks)
@@ -374,8 +374,8 @@ class ParamsEngine(Engine):
             self._count_late(vector)
             return verdict
 
-        # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it: but
-        # for variants, which would note what is called off.
+        # With every gradient and whole matrices the first Newton-Schulz need not wait for the
+        # verdict; except with variants, whose state a skipped step must not change.
         is_ahead = runtime.bound().only_publishes and host_can_read(runtime.device) and all(here)
         is_ahead = is_ahead and not self._kept
         verdict = Verdict(True) if is_ahead else agreed()
@@ -410,7 +410,7 @@ class ParamsEngine(Engine):
     def _pass(
         self, operands: AnyOperands, grads: Sequence[Tensor], norms: Tensor, bad: Tensor | None
     ) -> Pass:
-        """What `operands.write` needs; those that are kept are masked at once."""
+        """Gather the inputs of `operands.write`; mask stored operands at once."""
         scales = None if self._are_raw else operands.scales(norms, self._hypers)
         if bad is not None and isinstance(operands, Operands):
             operands.mask(bad)
@@ -418,7 +418,7 @@ class ParamsEngine(Engine):
         return Pass(grads, self._hypers, scales, bad)
 
     def _fill(self, now: Pass, bucket: int) -> None:
-        """The operands of a bucket to where it leaves from, unless they are there."""
+        """Write the operands of a bucket to its send buffer, unless they lie there."""
         for outlet in () if self._are_raw else self._outlets[bucket]:
             self._operands.write(outlet, now)
 
@@ -459,7 +459,7 @@ class ParamsEngine(Engine):
     # ---- Newton-Schulz -------------------------------------------------------------------
 
     def _orthogonalize(self, unit: Unit, operand: Tensor) -> Tensor:
-        """The updates of normalized matrices, which are overwritten; valid until the next call."""
+        """Return updates of normalized matrices and overwrite those; valid until the next call."""
         self._telemetry.watch.start()
         update = self._kernels.run(self._call(unit), operand)
         self._kept.accept(unit, update)
@@ -471,7 +471,7 @@ class ParamsEngine(Engine):
         return {b.matrix: m for b, m in zip(state.blocks, state.momentum, strict=True)}
 
     def _step_alone(self, stack: _Stack, operands: AnyOperands, now: Pass, sizes: _Sizes) -> None:
-        """Orthogonalize and apply what needs nobody else."""
+        """Orthogonalize and apply a unit that needs no other rank."""
         unit, h = stack.unit, self._hypers[stack.unit.group]
         batch = self._kernels.operand(self._call(unit))
         for first, part in stack.parts:
@@ -490,8 +490,8 @@ class ParamsEngine(Engine):
     def _apply(
         self, group: int, blocks: Sequence[int], updates: TensorList, lr: float, bad: Tensor | None
     ) -> None:
-        """Decay and update the weights of blocks of a param group, but where ``bad``, a bool or one
-        per block, is true."""
+        """Decay and update the weights of blocks of a param group, except where ``bad``, one bool
+        or one per block, is true."""
         state, h = self._state, self._hypers[group]
         targets = state.listed("targets", blocks)
         where = targets[0].device
@@ -503,7 +503,7 @@ class ParamsEngine(Engine):
         self._rules[group].apply(targets, updates, h, lr=lr, stays=stays, weights=weights)
 
     def _with_zeros(self, grads: Gradients, verdict: Verdict) -> dict[int, Tensor]:
-        """Gradients of AdamW's parameters; one that is missing here alone counts as zero."""
+        """Return gradients of AdamW's parameters, with zeros for those missing only here."""
         return {
             i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))
             for i, p in chain.from_iterable(self._adamw.values())
@@ -563,7 +563,7 @@ class ParamsEngine(Engine):
         return found
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """A collective call where variants keep something with the owners."""
+        """See `Engine.saved_state`; a collective call where variants keep state with the owners."""
         parameters = self._runtime.parameters
         found = self._entries_as_weights_are(parameters)
         if not self._kept:

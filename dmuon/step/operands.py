@@ -1,8 +1,8 @@
-"""The operands of Newton-Schulz on this rank's blocks, and the state beside them.
+"""The operands of Newton-Schulz on this rank's blocks, and the blocks' state.
 
-A *block* is what this rank holds of one matrix. The operands of all blocks lie in one workspace, in
-the order in which a step needs them (`Operands`), so that equal work is done for many blocks in one
-call: norms, scaling, casts, masks.
+A *block* is the part of one matrix that this rank holds. The operands of all blocks lie in one
+workspace, in the order in which a step needs them (`Operands`), so that one call serves many:
+norms, scaling, casts, masks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
 Outlet = tuple[int, Tensor | Tensors]
-"""First position of operands, and where they leave."""
+"""Position of the first operand, and the buffer from which the operands leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What operands are written by: their own gradients, and by position scales and what is bad."""
+    """The inputs of operands: gradients, hyperparameters, and scales and masks by position."""
 
     grads: Sequence[Tensor]
     hypers: Sequence[Hyper]
-    scales: Tensor | None  # None: operands travel as they are
+    scales: Tensor | None  # None: operands travel unscaled
     bad: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What this rank holds of a matrix: ``index`` takes it out of the local part of its parameter
-    (None: it is all of it). ``rows`` and ``cols`` are its own; ``is_whole`` says that they are the
-    matrix's. ``counts``: among the replicas of the matrix, this rank's is the one that sends."""
+    """This rank's part of a matrix: ``index`` selects it from the local part of its parameter
+    (None: all of it). ``rows`` and ``cols`` are the part's own; ``is_whole`` says that they are the
+    matrix's. ``counts``: of the replicas of the matrix, this rank's is the one that sends."""
 
     matrix: int
     parameter: int
@@ -77,10 +77,10 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
 
 
 class BlockState:
-    """Blocks with views of weights and momentum, lists in the order of ``blocks``. With ``masters``
-    ``targets`` are float32 weights behind parameters of lower precision, which follow them (see
+    """Blocks with views of weights and momentum, in lists ordered as ``blocks``. With ``masters``
+    the ``targets`` are float32 masters of lower-precision parameters and follow them (see
     `rule.follow_weights`). ``dtypes`` gives `rule.momentum_dtypes` of a matrix; ``working`` has the
-    second of each block."""
+    second of them for each block."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class BlockState:
         for i in self._muon:
             p = runtime.parameters[i].detach()
             entry = optimizer.state[runtime.parameters[i]]
-            if MOMENTUM in entry:  # it plans again
+            if MOMENTUM in entry:  # kept from an earlier plan
                 continue
             if masters and p.dtype.itemsize < 4:
                 entry[MASTER] = p.float()
@@ -110,7 +110,7 @@ class BlockState:
         self._look_up()
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
         self.chunk_bytes = devices.of(self.device).chunk_bytes
-        # Each kind of step lays out its operands in it anew.
+        # Each kind of step lays out its own operands in it.
         self.workspace = self._empty(0, torch.float32)
         self.copies: dict[torch.dtype, Tensor] = {}
 
@@ -118,17 +118,17 @@ class BlockState:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make the workspace, for operands of so many elements."""
+        """Allocate the workspace for operands of this many elements."""
         self.workspace = self._empty(numel, dtype)
         return self.workspace
 
     def is_counted(self, block: Block) -> bool:
-        """Whether a block is the one that counts of all that hold the same part of a parameter."""
+        """Whether a block is the one that counts among all copies of its part of the parameter."""
         first = self._runtime.shards.copies[block.parameter][0]
         return block.counts and self._runtime.transport.rank in first
 
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Memory for the momentum of a chunk; the same at every call."""
+        """Return memory for the momentum of a chunk, the same at every call."""
         if dtype not in self.copies:
             pairs = zip(self.momentum, self.working, strict=True)
             sizes = [m.numel() for m, working in pairs if working is dtype]
@@ -139,19 +139,19 @@ class BlockState:
     # ---- views ---------------------------------------------------------------------------
 
     def _of_blocks(self, whole: Mapping[int, Tensor]) -> list[Tensor]:
-        """The view of every block in the local tensor of its parameter."""
+        """Return each block's view of the local tensor of its parameter."""
         return [
             whole[b.parameter] if b.index is None else whole[b.parameter][b.index]
             for b in self.blocks
         ]
 
     def _places(self) -> tuple[int, list[int]]:
-        """The version of the parameters' storage, and where their state is stored."""
+        """Return the version of the parameters' storage, and where their state is stored."""
         kept = (e[key] for e in self._entries.values() for key in (MOMENTUM, MASTER) if key in e)
         return self._runtime.locals.version, [stored_tensor(tensor).data_ptr() for tensor in kept]
 
     def _look_up(self) -> None:
-        """Find where weights and momentum lie."""
+        """Look up the storage of weights and momentum."""
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
         entries = {i: self._optimizer.state[self._runtime.parameters[i]] for i in self._muon}
         self._entries = entries
@@ -164,7 +164,7 @@ class BlockState:
             self.targets = self._of_blocks(targets)
 
     def listed(self, name: str, blocks: Sequence[int]) -> Tensors:
-        """The "momentum", "targets" or "weights" of blocks; the same list at every call."""
+        """Return blocks' "momentum", "targets" or "weights", the same list at every call."""
         key = name, tuple(blocks)
         if key not in self._listed:
             whole = getattr(self, name)
@@ -172,16 +172,16 @@ class BlockState:
         return self._listed[key]
 
     def begin_step(self) -> None:
-        """Someone may have moved a parameter's storage, or its state's (to a CPU, and back)."""
+        """Look up storage again if it has moved, for instance to a CPU and back."""
         if self._known != self._places():
             self._look_up()
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Blocks ``blocks`` of one param group, computed in one dtype, which are worked on together.
-    ``operands`` are their views of the workspace. ``runs`` are equal blocks that follow each other:
-    (first position, all their operands ``[count, numel]``). None of both for blocks without one.
+    """Blocks of one param group that are computed together in one dtype. ``operands`` are their
+    views of the workspace. ``runs`` join equal neighbouring blocks: (first position, all their
+    operands ``[count, numel]``). Both are empty for blocks without an operand.
     """
 
     group: int
@@ -193,14 +193,14 @@ class _Chunk:
 
 
 def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours of one kind, closed once they have reached the limit."""
+    """Yield ranges of neighbours of one kind, closed once they reach the limit."""
     for run in runs_of(range(len(kinds)), sizes.__getitem__, limit, kinds.__getitem__):
         yield run[0], run[-1] + 1
 
 
 class _InOrder:
     """Blocks in the order of a step: position n is block ``order[n]``. ``others`` come last; they
-    have no operand, because another replica has it, and their momentum follows."""
+    have no operand, because another replica sends it, but their momentum advances too."""
 
     def __init__(
         self,
@@ -218,8 +218,8 @@ class _InOrder:
         self._groups = [(group, len(list(members))) for group, members in groups]
 
     def gradients(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
-        """What the other methods take, from local gradients by parameter: the gradient of every
-        block, zeros where there is none."""
+        """Return every block's gradient, from local gradients by parameter, with zeros for missing
+        ones; the other methods take this list."""
         found = []
         for b, momentum in zip(self._state.blocks, self._state.momentum, strict=True):
             grad = grads.get(b.parameter)
@@ -229,7 +229,7 @@ class _InOrder:
         return found
 
     def scales(self, norms: Tensor, hypers: Sequence[Hyper]) -> Tensor:
-        """`into_range` of each norm, by position."""
+        """Return `into_range` of each norm, by position."""
         if len({hypers[group].eps for group, _ in self._groups}) <= 1:
             scales = into_range(norms, hypers[self._groups[0][0]].eps if self._groups else 1.0)
         else:
@@ -240,8 +240,8 @@ class _InOrder:
 
 
 class Operands(_InOrder):
-    """The operands of Newton-Schulz, kept in a workspace. Where computing needs another dtype, an
-    operand is made in the copy of a chunk, and cast."""
+    """The operands of Newton-Schulz, kept in a workspace. If they are computed in another dtype,
+    each chunk is computed in a copy and cast."""
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
@@ -250,7 +250,7 @@ class Operands(_InOrder):
         self._sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._shapes]
         numels = [shape.numel() for _, shape in self._shapes[: self._count]]
         self._starts = [0, *accumulate(numels)]
-        self._stacks: dict[tuple[int, int], Tensor] = {}  # views that a step asks for
+        self._stacks: dict[tuple[int, int], Tensor] = {}  # cached views of the workspace
         kinds = [
             (state.blocks[k].group, self._shapes[n][0], n < self._count)
             for n, k in enumerate(self.order)
@@ -267,12 +267,12 @@ class Operands(_InOrder):
         equal = (range(first, first + len(flat)) for first, flat in every)
         counted = ([self.order[n] for n in some if self._counts[n]] for some in equal)
         self._counted = [*filter(None, counted)]
-        # Elements of the most blocks whose norms are taken together.
+        # The most elements whose norms are computed together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
 
     def stack(self, first: int, last: int) -> Tensor:
-        """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
+        """Return the operands of equal blocks in a range, ``[count, *dims of the parameter]``."""
         if (first, last) not in self._stacks:
             _, shape = self._shapes[first]
             numel = (last - first) * shape.numel()
@@ -281,7 +281,7 @@ class Operands(_InOrder):
         return self._stacks[first, last]
 
     def _equal(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Ranges of equal blocks that follow each other there."""
+        """Return ranges of neighbouring equal blocks."""
         kinds = [(dtype, shape.numel()) for dtype, shape in self._shapes[first:last]]
         cuts = _cuts(kinds, self._sizes[first:last], self._state.chunk_bytes)
         return [(first + a, first + b) for a, b in cuts]
@@ -289,13 +289,13 @@ class Operands(_InOrder):
     # ---- a step --------------------------------------------------------------------------
 
     def fill(self, grads: Sequence[Tensor], hypers: Sequence[Hyper]) -> Tensor:
-        """Momentum and Nesterov into the workspace; the momentum itself stays as it is.
+        """Write operands (momentum and Nesterov) to the workspace without changing the momentum.
 
-        Returns the norm of every operand, by position, in float64: the square of 1e30 overflows in
-        float32, and long sums in float32 are off. Valid until the next call. Of blocks without an
-        operand it is a number that is finite where the gradient is.
+        Return every operand's norm, by position, in float64, because the square of 1e30 overflows
+        in float32 and long float32 sums are inexact. Valid until the next call. For blocks without
+        an operand the number only is finite if the gradient is.
         """
-        # Where eps damps all that is so small, as zeros are, it need not be told from them.
+        # Where eps dominates such small norms, as it does zeros, they may count as zeros.
         may_vanish = all(hypers[chunk.group].eps > 1e-15 for chunk in self._chunks)
         for exact in (False, True):
             for number, chunk in enumerate(self._chunks):
@@ -324,30 +324,30 @@ class Operands(_InOrder):
                 to.copy_(flat)
 
     def gradient_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """After `fill`: sums of squares of what this rank counts of the gradients, 0-d float64; all
-        ranks together count each element once."""
+        """After `fill`, return sums of squares of the gradients counted on this rank, 0-d float64;
+        all ranks together count each element once."""
         norms = [finite_norms([grads[k] for k in some]) for some in self._counted]
         return [each.dot(each) for each in norms]
 
     def _stays(self, bad: Tensor | None) -> list[bool]:
-        """What a mask says of each position; the host can read it here."""
+        """Return the mask's value for each position, read by the host."""
         count = len(self.order)
         return [False] * count if bad is None else bad.expand(count).tolist()
 
     def mask(self, bad: Tensor) -> None:
-        """Zeros where a mask, by position or one for all, is true."""
+        """Zero the operands where a mask, by position or one for all, is true."""
         for n, stays in enumerate(self._stays(bad)[: self._count]):
             if stays:
                 self.stack(n, n + 1).zero_()
 
     def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
-        """Of what leaves from these positions on by way of a flat buffer."""
+        """Split a flat buffer among the operands that leave from these positions."""
         stacks = [(a, self.stack(a, b)) for a, b in self._equal(first, last)]
         views = send.split([stack.numel() for _, stack in stacks])
         return [(n, view.view(stack.shape)) for (n, stack), view in zip(stacks, views, strict=True)]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """Scaled operands to where they leave; without scales as they are."""
+        """Copy operands, scaled if there are scales, to where they leave."""
         first, to = outlet
         assert isinstance(to, Tensor)
         source = self.stack(first, first + len(to))
@@ -357,7 +357,7 @@ class Operands(_InOrder):
             scale_into(to, source, now.scales.narrow(0, first, len(source)))
 
     def commit(self, grads: Sequence[Tensor], hypers: Sequence[Hyper], bad: Tensor | None) -> None:
-        """Advance the momentum, but not where ``bad``, a bool or one by position, is true."""
+        """Advance the momentum, except where ``bad``, one bool or one per position, is true."""
         stays = self._stays(bad)
         for number, chunk in enumerate(self._chunks):
             some = [n for n in range(len(chunk.blocks)) if not stays[chunk.first + n]]
@@ -378,7 +378,7 @@ class Operands(_InOrder):
 
     @cached_property
     def copies(self) -> list[tuple[list[tuple[int, Tensor]], list[Tensor]]]:
-        """Memory for the momentum of each chunk, one at a time: as runs, and block by block."""
+        """Memory for the momentum of each chunk, shared by all: as runs, and as blocks."""
         found = []
         for chunk in self._chunks:
             shapes = [shape for _, shape in self._shapes[chunk.first :][: len(chunk.blocks)]]
@@ -392,14 +392,14 @@ class Operands(_InOrder):
 
 
 class PassingOperands(_InOrder):
-    """`Operands` where the host cannot read from the device: none is kept. `fill` reads momentum
-    and gradients for the norms alone. Once the verdict is there, `write` reads them again, advances
-    the momentum and writes scaled operands to where they leave from. So nothing is stored that may
-    be called off, and `commit` is for ``others``."""
+    """`Operands` where the host cannot read from the device: no operand is kept. `fill` reads
+    momentum and gradients only for their norms. After the verdict, `write` reads them again,
+    advances the momentum and writes scaled operands to where they leave. So no work is stored that
+    a verdict may call off, and `commit` serves ``others`` alone."""
 
     def __init__(self, state: BlockState, *args: Any) -> None:
         super().__init__(state, *args)
-        # Of operands, and of gradients.
+        # Norms of operands, and of gradients.
         self._both = torch.zeros(2, len(self.order), dtype=torch.float64, device=state.device)
         self._counted = torch.tensor(self._counts, dtype=torch.float64, device=state.device)
         self._kinds = [(state.blocks[k].group, state.working[k]) for k in self.order]
@@ -408,7 +408,7 @@ class PassingOperands(_InOrder):
 
     @property
     def largest_piece(self) -> int:
-        """Bytes that torch makes at a time of blocks which `list_kernels` do not take."""
+        """Bytes of the largest temporary of torch for blocks that `list_kernels` do not take."""
         kernels, state, sizes = list_kernels(self._state.device), self._state, [0]
         for k, (_, working) in zip(self.order, self._kinds, strict=True):
             momentum = state.momentum[k]
@@ -426,7 +426,7 @@ class PassingOperands(_InOrder):
         return [(first + a, Tensors(views[a:b])) for a, b in cuts]
 
     def gradients(self, grads: Mapping[int, Tensor]) -> Tensors:
-        """By position."""
+        """Return the blocks' gradients by position."""
         found = super().gradients(grads)
         return Tensors(found[k] for k in self.order)
 
@@ -439,7 +439,7 @@ class PassingOperands(_InOrder):
                 buffers = self._state.listed("momentum", blocks)
                 norms = self._rules[group].operand_norms(buffers, found, hypers[group], working)
             else:
-                norms = finite_norms(found)  # of gradients alone
+                norms = finite_norms(found)  # of the gradients only
             self._both.narrow(1, first, len(blocks)).copy_(norms)
         return self._both[0]
 
@@ -448,7 +448,7 @@ class PassingOperands(_InOrder):
         return [self._both[1].mul(self._counted).dot(self._both[1])]
 
     def write(self, outlet: Outlet, now: Pass) -> None:
-        """Scaled operands to where they leave, and momentum; zeros where bad, and it stays."""
+        """Write scaled operands and advance momentum; where bad, write zeros and keep momentum."""
         first, to = outlet
         self._advance(first, len(to), Tensors.of([*to]) if isinstance(to, Tensor) else to, now)
 
@@ -472,5 +472,5 @@ class PassingOperands(_InOrder):
 
 
 def at(bad: Bad, first: int, count: int) -> Bad:
-    """What a mask says of ``count`` positions: a 0-d one is for all."""
+    """Return the part of a mask for ``count`` positions; a 0-d mask applies to all."""
     return bad.narrow(0, first, count) if bad is not None and bad.ndim else bad

@@ -1,21 +1,21 @@
-"""What a step may change: agreed by all ranks in one all-reduce, or known to a rank by itself.
+"""What a step may change: all ranks agree on it in one all-reduce, or a rank decides by itself.
 
 ::
 
     message   | squared norm of each matrix that travels | who has a gradient | non-finite found |
-                sum over the ranks that hold it            > 0: somebody          > 0: skip
+                sum over the ranks that hold it            > 0: some rank        > 0: skip
               | ranks that refuse | sum of their numbers | number of the step | its square |
                 > 0: nothing may change                    not equal: ranks take different steps
-              | ranks that have new parameters | matrices below eps, whose norms do not travel
+              | ranks with new parameters | matrices below eps whose norms do not travel
                 all: they plan again
-              | squares of gradients, which are for `Muon.metrics`
-              | of each block step since the last full one: how many ranks skipped parts of it
-              | in the first steps and then rarely, of each parameter that replicas hold: sums of
-                samples of its gradient, of their squares, of ranks    not alike: an error
+              | squares of gradients, for `Muon.metrics`
+              | for each block step since the last full one: how many ranks skipped parts of it
+              | in the first steps and then rarely, for each parameter that replicas hold: sums of
+                samples of its gradient, of their squares, of ranks    different: an error
 
-The number of a step stands for its count and for all hyperparameters. Where ranks read from the sum
-that these differ, they exchange in what. Where the host cannot read from the device without
-waiting, every answer is a mask there, and an error on all ranks is read when the next step begins.
+The number of a step stands for its count and for all hyperparameters. If the sum shows that numbers
+differ, ranks exchange the values behind them. If the host cannot read from the device without
+waiting, every answer is a mask, and an error on all ranks is read when the next step begins.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
-_SAMPLED = 16  # elements of a gradient that are compared: norms of large ones hardly differ
-_MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
+_SAMPLED = 16  # gradient elements to compare, because norms of large gradients hardly differ
+_MOST_SPREAD = 1e-4  # over ranks, relative to their mean square: 1%, which no rounding causes
 # The last fields of a message, from `Fields.end` on.
 _BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _GRADS, _LAST = range(9)
-_TO_AVERAGE = {  # gradients, by layout
+_TO_AVERAGE = {  # how to average gradients, by layout
     Layout.SHARDED: "over the mesh axis that replicates. FSDP2 on a mesh with that axis (HSDP) "
     "does it in a backward that has model.set_requires_all_reduce(True); else average by hand",
     Layout.REPLICATED: "over all ranks. Wrap the model: torch.nn.parallel.DistributedDataParallel("
@@ -52,20 +52,20 @@ _TO_AVERAGE = {  # gradients, by layout
     "dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before "
     "dmuon.Muon(model)",
 }
-BLOCKS = 64  # block steps between two full ones that are told apart; later ones share a field
+BLOCKS = 64  # block steps between two full steps with fields of their own; later ones share one
 
 Checked = Sequence[tuple[Sequence[int], Tensor]]
-"""Numbers of parameters (or matrices), and for each a number that is finite where they are."""
+"""Numbers of parameters (or matrices), and for each a value that is finite if they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Masks of what stays as it is, where the host can tell without waiting as plain values.
+    """Masks of parts that stay unchanged, as plain values where the host knows without waiting.
 
-    ``finite``: no gradient was found that is not finite. ``bad``: which blocks stay (by position,
-    or one 0-d mask for all of them; None: no block). ``stays``: of AdamW's parameters that have an
-    answer of their own, ``others``: of all others (None: none), 0-d in float32 and not zero where
-    they stay. ``not_finite``: of a block step, flags as in `Findings`, without their numbers."""
+    ``finite``: all gradients are finite. ``bad``: which blocks stay (by position, or one 0-d mask
+    for all of them; None: no block). ``stays``: masks of AdamW's parameters that have their own,
+    ``others``: the mask of all others (None: none stays), 0-d, float32 and not zero where they
+    stay. ``not_finite``: in a block step, flags as in `Findings` without their numbers."""
 
     finite: bool | Tensor
     bad: Tensor | None = None
@@ -75,16 +75,16 @@ class Verdict:
 
 
 class Fields:
-    """Where the numbers of a message lie.
+    """The positions of a message's numbers.
 
-    A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
-    for each parameter copy that several ranks hold; from ``end`` the last fields, from ``late``
-    those of ``blocks`` block steps; from ``alike``, in some steps, samples of the gradients that
-    replicas hold, and whether this rank ``samples`` them, by parameter; from ``sent`` on, not sent,
-    flags of what it holds alone. ``flags`` are those of its copies, by parameter. ``travels`` are
-    the positions in ``matrices`` of those whose norms travel, and where these norms are;
-    ``counted`` the same of the replica that counts; ``not_sent`` the matrices whose norms do not
-    travel, and their positions.
+    A rank's vector has a norm for each of ``travelling``, the matrices that several ranks hold; a
+    flag for each parameter copy that several ranks hold; from ``end`` the last fields; from
+    ``late`` the fields of ``blocks`` block steps; from ``alike``, in some steps, samples of the
+    gradients that replicas hold, with this rank's part by parameter in ``samples``; from ``sent``,
+    not sent, flags of copies held alone. ``flags`` are the positions of this rank's flags, by
+    parameter. ``travels`` has the positions in ``matrices`` of matrices whose norms travel, and
+    positions of these norms; ``counted`` the same for the replica that counts; ``not_sent`` the
+    matrices whose norms do not travel, and their positions.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Fields:
         self.alike = self.late + blocks
         self.samples = []
         if shards is not None and any(map(shards.is_replicated, every)):
-            # Each by one set of twins: what other ranks hold must not mix into the sums.
+            # One set of twins samples each parameter, because sums must not mix different shards.
             twins, world = shards.twins(rank), shards.world
             for p in range(len(copies_of)):
                 sizes = (shards.shard((p + n) % world, p).box.numel for n in range(world))
@@ -140,11 +140,11 @@ class Fields:
 
 @dataclass(slots=True)
 class Findings:
-    """Of the last message: whether something was not finite; the ``square`` of the joint norm of
-    all gradients; how many matrices were below eps, which of them all ranks know, and what this
-    rank knows of others (numbers, flags). ``not_finite`` are flags of this rank's matrices, then of
-    AdamW's parameters. ``late``: how many ranks skipped parts of each block step before it, the
-    first of which was the ``since``-th step."""
+    """Findings of the last message: whether something was not finite; the ``square`` of the joint
+    norm of all gradients; how many matrices were below eps, which of them all ranks know, and this
+    rank's knowledge of others (numbers, flags). ``not_finite`` has flags of this rank's matrices,
+    then of AdamW's parameters. ``late``: how many ranks skipped parts of each block step before it,
+    the first of which was step ``since``."""
 
     is_bad: bool = False
     late: Sequence[float] = ()
@@ -157,9 +157,9 @@ class Findings:
 
 
 class VerdictMessage:
-    """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position;
-    ``counts``: which are of the replica that counts. Without ``shards``, where owners have the
-    gradients, norms only say which are not finite; who has a gradient is known."""
+    """Fills and reads one rank's message about blocks of ``matrices``, by position; ``counts`` says
+    which belong to the replica that counts. Without ``shards``, where owners have the gradients,
+    norms only tell which are not finite, and who has a gradient is known."""
 
     def __init__(
         self,
@@ -176,19 +176,19 @@ class VerdictMessage:
         blocks = 0 if schedule.always_full else BLOCKS
         self._fields = Fields(runtime, shards, matrices, counts, blocks)
         self._layout, self._on_host = runtime.plan.layout, host_can_read(runtime.device)
-        self._count, self._compares = 0, False  # messages, and whether the last has samples
+        self._count, self._compares = 0, False  # messages so far; whether the last has samples
         self.found = Findings()
-        self._noted: HostCopy | None = None  # of what is an error on all ranks
-        self._said: Any = ()  # what the number of the last message stands for
+        self._pending: HostCopy | None = None  # of values that may be an error on all ranks
+        self._compared: Any = ()  # the values behind the number of the last message
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
         empty = torch.zeros(self._fields.size, dtype=torch.float64)
         empty[self._fields.flags] = 1.0
         ones = empty[self._fields.alike : self._fields.sent].view(-1, _SAMPLED + 2)[:, -1]
         ones.copy_(torch.tensor(self._fields.samples))
         self._empty = empty.to(runtime.device)
-        self._expected = self._empty  # the last fields' sum where nothing is wrong
+        self._expected = self._empty  # the sum of the last fields if nothing is wrong
 
-    # ---- what is sent --------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------------
 
     def fill(
         self,
@@ -201,12 +201,12 @@ class VerdictMessage:
         late: Tensor | None = None,
         grads: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(this rank's vector, float64; the part of it that is summed over the ranks).
+        """Return this rank's vector, float64, and the part of it that is summed over the ranks.
 
-        ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
-        gradient on this rank. ``squares``: sums of squares of gradients, each counted on one rank.
-        ``others``: matrices whose norms are not in ``norms``, and these. ``late``: see `Skips`.
-        ``grads``: local ones by parameter, which replicas compare."""
+        ``norms`` are by position; ``checked`` is of AdamW's parameters; ``here`` says which
+        parameters have a gradient on this rank; ``squares`` are sums of squares of gradients, each
+        counted on one rank; ``others`` are matrices missing from ``norms``, and their norms;
+        ``late``: see `Skips`; ``grads`` are local, by parameter, for comparison by replicas."""
         fields, found, vector = self._fields, self.found, self._blank(late)
         for flag, is_here in zip(fields.flags, here, strict=True):
             if not is_here:
@@ -217,12 +217,12 @@ class VerdictMessage:
         bad = vector[fields.end + _BAD]
         every = (fields.matrices, norms), *checked
         found.not_finite = [self._flags(*pair) for pair in every]
-        for of, flags in found.not_finite:
-            if of:
+        for indices, flags in found.not_finite:
+            if indices:
                 bad.add_(flags.sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
-        if self._on_host:  # in a third of the time
+        if self._on_host:  # takes a third of the time
             vector[fields.end + _GRADS].fill_(sum(map(float, squares)))
         for square in () if self._on_host else squares:
             vector[fields.end + _GRADS].add_(square.to(vector.device))
@@ -246,25 +246,25 @@ class VerdictMessage:
         return vector, vector[: fields.sent if self._compares else fields.alike]
 
     def _spread(self, vector: Tensor) -> Tensor:
-        """How far each gradient differs between replicas, as a share of its mean square; nothing if
-        none is compared. An all-reduce of gloo or NCCL gives all its ranks the same bits; clipping
-        may round otherwise in each replica, by norms that other groups of ranks have summed."""
+        """Return the difference of each gradient between replicas, as a share of its mean square;
+        empty if none is compared. All-reduces of gloo or NCCL give all their ranks the same bits,
+        but clipping may round differently in each replica, by norms that other groups summed."""
         if not self._compares:
             return vector[:0]
         rows = vector[self._fields.alike : self._fields.sent].view(-1, _SAMPLED + 2)
-        means = rows[:, :-1] / rows[:, -1:].clamp(min=1)  # of ranks that have the gradient
+        means = rows[:, :-1] / rows[:, -1:].clamp(min=1)  # over ranks that have the gradient
         size, alike = means[:, -1], means[:, :-1].square().sum(1)
-        # What is nothing but rounding beside the others may differ in all of it.
+        # A gradient that is mere rounding beside the others may differ entirely.
         return torch.where(size > 1e-12 * size.max(), 1 - alike / size, 0.0)
 
-    def _flags(self, of: Sequence[int], values: Tensor) -> tuple[Sequence[int], Tensor]:
-        """What is not finite; nothing where the host sees in one sum that all is."""
+    def _flags(self, numbers: Sequence[int], values: Tensor) -> tuple[Sequence[int], Tensor]:
+        """Flag non-finite values; empty if the host sees in one sum that all are finite."""
         if self._on_host and math.isfinite(float(values.sum())):
             return (), values[:0]
-        return of, values.isfinite().logical_not_()
+        return numbers, values.isfinite().logical_not_()
 
     def _eps_of(self, matrices: Sequence[int], like: Tensor) -> float | Tensor:
-        """The eps of these matrices: one for all, or one each."""
+        """Return the eps of these matrices: one for all, or one each."""
         eps = self._digest.eps
         if len({*eps.values()}) == 1:
             return next(iter(eps.values()))
@@ -272,12 +272,12 @@ class VerdictMessage:
         if self._limits[0] != each:
             limits = torch.empty_like(like)
             for limit, value in zip(limits, each, strict=True):
-                limit.fill_(value)  # which waits for no device
+                limit.fill_(value)  # does not wait for the device
             self._limits = each, limits
         return self._limits[1]
 
     def refuse(self, late: Tensor | None = None, *, is_new: bool = False) -> Tensor:
-        """What a rank sends that cannot take this step; ``is_new``: because of new parameters."""
+        """Return the vector of a rank that refuses this step; ``is_new``: has new parameters."""
         end, vector = self._fields.end, self._blank(late)
         vector[:end].zero_()
         vector[end + _BAD].fill_(1.0)
@@ -294,7 +294,7 @@ class VerdictMessage:
         if late is not None:
             self.found.since = self._schedule.last_full + 2  # steps are counted from 1
             vector[self._fields.late : self._fields.alike].copy_(late)
-        self._said = self._schedule.t, self._digest.texts
+        self._compared = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
         vector[end + _SQUARE].fill_(number * number)
@@ -302,20 +302,20 @@ class VerdictMessage:
             self._expected = vector[end : end + _NEW] * self._transport.world
         return vector
 
-    # ---- what comes back -----------------------------------------------------------------
+    # ---- receiving ---------------------------------------------------------------------------
 
     def all_are_new(self, vector: Tensor) -> bool:
-        """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
+        """Whether every rank has new parameters, by the summed vector. Waits for it."""
         return bool(vector[self._fields.end + _NEW] == self._transport.world)
 
     def late_steps(self, vector: Tensor) -> Tensor:
-        """How many block steps since the last full one some rank has skipped parts of."""
+        """Return the number of block steps since the last full one that were skipped in part."""
         return (vector[self._fields.late : self._fields.alike] > 0).sum()
 
     def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
-        """The verdict of a summed vector; None if nothing may change. ``norms`` become those of
-        whole matrices. Raises as `_raise`; where the host cannot read without waiting, nothing is
-        read, and `raise_noted` raises it."""
+        """Return the verdict of a summed vector; None if nothing may change. Replace ``norms`` by
+        norms of whole matrices. Raises as `_raise`; where the host cannot read without waiting,
+        nothing is read, and `raise_noted` raises it later."""
         fields = self._fields
         shared = vector.narrow(0, 0, fields.norms).sqrt()
         positions, numbers = fields.travels
@@ -324,7 +324,7 @@ class VerdictMessage:
         if self._on_host:
             values = vector.tolist()
             self._raise(values[: fields.sent] + self._spread(vector).tolist())
-            # A norm beyond float64 leaves no way to normalize.
+            # Without a finite norm in float64 a matrix cannot be normalized.
             if self.found.is_bad:
                 return None
             bad = None
@@ -336,7 +336,7 @@ class VerdictMessage:
         last = vector[fields.end : fields.end + _NEW]
         ok = (last == self._expected).all() & shared.isfinite().all()
         if self._layout is Layout.REPLICATED:
-            ranks = vector[fields.norms : fields.end]  # that have a gradient
+            ranks = vector[fields.norms : fields.end]  # numbers of ranks that have a gradient
             ok &= ((ranks == 0) | (ranks == self._transport.world)).all()
         if self._compares:
             ok &= (spread <= _MOST_SPREAD).all()
@@ -350,23 +350,23 @@ class VerdictMessage:
         return Verdict(ok, of_blocks, missing, skip.float())
 
     def note(self, vector: Tensor) -> Tensor:
-        """Have `raise_noted` look at a summed vector, and at its `_spread`, which returns."""
+        """Keep a summed vector for `raise_noted`, with its `_spread`, which is returned."""
         sent, spread = vector[: self._fields.sent], self._spread(vector)
-        self._noted = HostCopy(torch.cat([sent, spread]) if self._compares else sent)
+        self._pending = HostCopy(torch.cat([sent, spread]) if self._compares else sent)
         return spread
 
     def note_alone(self, finite: bool | Tensor) -> None:
-        """Note whether this rank found nothing that is not finite, where ranks never agree."""
+        """Record whether this rank's gradients were finite, where ranks never agree."""
         self.found.is_bad = finite is False
         if isinstance(finite, Tensor):
-            self._noted = HostCopy(finite.logical_not().view(1))
+            self._pending = HostCopy(finite.logical_not().view(1))
 
     def raise_noted(self) -> None:
-        """Raise what the last full step's `read` could not, and note if something was not finite:
+        """Raise errors that the last full step's `read` could not, and record non-finite values,
         on every rank in the same step, or one would leave the others alone in a collective. The
-        device has had a forward and a backward since, so it does not run dry while the host waits.
+        device has run a forward and a backward since, so it does not idle while the host waits.
         """
-        found, noted, self._noted = self.found, self._noted, None
+        found, noted, self._pending = self.found, self._pending, None
         found.is_bad, found.late = False, ()
         if noted is not None and self._schedule.never_full:
             found.is_bad = bool(noted.read()[0])
@@ -374,21 +374,21 @@ class VerdictMessage:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
-        """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note
-        whether something is not finite; OwnershipError if gradients should be alike and are not."""
+        """Raise ConsensusError if a rank refuses or ranks take different steps; otherwise record
+        non-finite values. OwnershipError: gradients that should be equal are not."""
         fields, found, world = self._fields, self.found, self._transport.world
         last = values[fields.end : fields.alike]
         count, ranks, step, square = map(int, last[_REFUSE:_NEW])
         found.is_bad = False
         if count:
-            if count < world:  # else each has raised its own error
+            if count < world:  # otherwise each rank has raised its own error
                 raise refused([ranks] if count == 1 else count)
             return
         if world * square != step * step:
             self._raise_difference()
         norms, found.square, found.late = values[: fields.norms], last[_GRADS], last[_LAST:]
         found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
-        if found.is_bad:  # the step is skipped, and such gradients differ
+        if found.is_bad:  # the step is skipped, and non-finite gradients may differ
             return
         is_alike = self._layout is Layout.REPLICATED and world > 1
         for p, flag in zip(self._specs.parameters, fields.flags if is_alike else ()):
@@ -412,8 +412,8 @@ class VerdictMessage:
             )
 
     def _raise_difference(self) -> None:
-        """Raise ConsensusError, on every rank, with what differs in the last message."""
-        steps, texts = zip(*self._transport.gather_objects(self._said))
+        """Raise ConsensusError, on every rank, with the differences behind the last message."""
+        steps, texts = zip(*self._transport.gather_objects(self._compared))
         counts = different([{"the count": str(step)} for step in steps])
         if counts:
             raise ConsensusError(
@@ -430,16 +430,16 @@ class VerdictMessage:
     # ---- names ---------------------------------------------------------------------------
 
     def names_below_eps(self) -> Iterator[str]:
-        """Of those that this rank knows; reads what has been sent last."""
+        """Yield names that this rank knows; reads the values sent last."""
         yield from (self._specs.matrices[i].name for i in self.found.below)
         yield from suspects(self._specs, [self.found.below_here])
 
 
 def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:
-    """The names where flags are set: of matrices in the first pair, of parameters in others."""
-    for n, (numbers, of) in enumerate(flags):
+    """Yield names whose flags are set: of matrices in the first pair, of parameters in others."""
+    for n, (numbers, values) in enumerate(flags):
         named = specs.parameters if n else specs.matrices
-        for i, flag in zip(numbers, HostCopy(of).read(), strict=True):
+        for i, flag in zip(numbers, HostCopy(values).read(), strict=True):
             if flag:
                 yield named[i].name
 
@@ -452,12 +452,12 @@ def own_verdict(
     found_inf: Tensor | None,
     device: torch.device,
 ) -> Verdict | None:
-    """What a rank can know by itself, and replicas know alike: a block without a gradient here, or
-    with one that is not finite, stays as it is. So does one of AdamW's parameters, with all that
-    have the same replicas. None if nothing may change.
+    """Return the verdict that a rank can reach by itself, the same on all replicas: a block without
+    a gradient here, or with a non-finite one, stays unchanged. So does a parameter of AdamW's, with
+    all others that have the same replicas. None if nothing may change.
 
-    ``norms`` of blocks, whose ``parameters`` are these. ``found_inf``, of torch's scaler, is known
-    to all ranks: nothing changes where that is not zero."""
+    ``norms`` and ``parameters`` are by block. ``found_inf``, of torch's scaler, is known to all
+    ranks: nothing changes where it is not zero."""
     on_host, zero = host_can_read(device), torch.zeros((), device=device)
     overflow = (zero if found_inf is None else found_inf.to(device)) != 0
     if on_host and bool(overflow):

@@ -1,13 +1,13 @@
-"""Silent corruption: now and then every rank updates a few matrices a second time.
+"""Detection of silent corruption: sometimes every rank recomputes the updates of a few matrices.
 
 ::
 
-    before a full step   momentum and gradient of a matrix, whole, on every rank; its weights here
-    after it             each rank makes the update itself and looks at the weights that it stores;
-                         equal parts of several ranks must be equal to the bit
-    then                 ranks exchange what they found, so that all of them raise
+    before a full step   every rank takes momentum and gradient of a whole matrix, and its weights
+    after it             each rank computes the update itself and compares the weights that it
+                         stores; equal parts on several ranks must be equal to the bit
+    then                 ranks exchange their findings, so that all of them raise
 
-Memory or a core that is broken shows on the ranks that store what it computed: on one of them if it
+Broken memory or a broken core shows on the ranks that store its results: on one rank if the fault
 is that rank's, on all of them if it is the owner's.
 """
 
@@ -30,19 +30,19 @@ from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import Box, MatrixSpec
 from dmuon.types import CorruptionError
 
-# Of the largest change of a weight: what rounding of Newton-Schulz may make, and a little more.
+# Allowed error relative to the largest change of a weight: rounding of Newton-Schulz and a margin.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-_COARSE = 0.5  # in half precision, where two batches of one matrix differ by percents
+_COARSE = 0.5  # for half precision, where two batches of one matrix differ by percents
 
-# (matrix of the plan, its part that this rank stores as a box of the parameter, that part)
+# (matrix of the plan, the box of the parameter that this rank stores of it, the tensor there)
 Stored = list[tuple[int, Box, Tensor]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of a part of a matrix that a rank stores: ``far``, how far it is from where it should be over
-    what is allowed; whether it is there to the bit; a checksum. ``momentum`` and ``gradient`` are
-    checksums of those of before the step, from which this rank knows where it should be."""
+    """The check of one part of a matrix on one rank: ``far``, its error over the allowed error;
+    whether it is ``exact`` to the bit; a checksum. ``momentum`` and ``gradient`` are checksums of
+    the inputs before the step, from which this rank computed the expected part."""
 
     matrix: int
     box: Box
@@ -54,27 +54,27 @@ class Finding:
 
 
 def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
-    """All of them, as (parameter, box of the matrix in it)."""
+    """List all matrices as (parameter, box of the matrix in it)."""
     shapes = [p.shape for p in plan.specs.parameters]
     found = ((m.parameter, m.box(shapes[m.parameter])) for m in plan.specs.matrices)
     return list(dict.fromkeys(found))
 
 
 class Verifier:
-    """Which matrices are checked, and how; tools replace it. ``samples`` were taken before the
+    """Chooses and judges the matrices to check; tools replace it. ``samples`` were taken before the
     step that is checked."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
-        """The ``count``-th sample of `matrices_of`, alike everywhere: an eighth of an owner's."""
+        """Return sample ``count`` of `matrices_of`, equal on all ranks: an eighth of an owner's."""
         every = matrices_of(plan)
         size = max(1, len(every) // (8 * plan.topology.world))
         return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
 
     def judge(self, found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
-        """Exchange what was found; CorruptionError, on every rank, if any stores a wrong weight."""
+        """Exchange findings; CorruptionError, on every rank, if any rank stores a wrong weight."""
         parts: dict[int, dict[Box, dict[int, Finding]]] = {}
         for rank, report in enumerate(transport.gather_objects(found)):
             for part in report:
@@ -84,11 +84,11 @@ class Verifier:
             unequal = _odd_ranks(boxes, "checksum")
             if not far and not unequal:
                 continue
-            # A rank that began with something else finds that the others are wrong.
-            for what in "momentum", "gradient":
-                suspects = _odd_ranks(boxes, what)
+            # A rank that began with other inputs finds the other ranks wrong.
+            for source in "momentum", "gradient":
+                suspects = _odd_ranks(boxes, source)
                 if suspects:
-                    found_there = f"its {what} of before the step was another one there already"
+                    found_there = f"its {source} of before the step was another one there already"
                     break
             else:
                 suspects, found_there = far or unequal, "they are other ones there"
@@ -112,9 +112,9 @@ class Verifier:
 
 @dataclass(frozen=True)
 class Sample:
-    """A matrix before a step: ``momentum`` and ``gradient`` of its whole parameter, ``kept`` by its
-    rule, its weights here by position in ``stored``, which gives them as they are now. Momentum is
-    advanced in dtype ``working``."""
+    """A matrix before a step: ``momentum`` and ``gradient`` of its whole parameter, the state
+    ``kept`` by its rule, and its weights here, in the order of ``stored``, which returns the
+    current ones. Momentum is advanced in dtype ``working``."""
 
     matrix: MatrixSpec
     momentum: Tensor
@@ -132,7 +132,7 @@ class Sample:
         ns_dtype: torch.dtype,
         kernels: KernelOptions,
     ) -> list[Finding]:
-        """Of each part that is stored here."""
+        """Check each part that is stored here."""
         matrix = self.matrix
         momentum, gradient = matrix.view(self.momentum), matrix.view(self.gradient)
         advanced = momentum.to(self.working, copy=True)
@@ -154,7 +154,7 @@ class Sample:
         found = []
         for (i, box, now), before in zip(self.stored(), self.before, strict=True):
             expected = before
-            if has_gradient or not torch.equal(now, before):  # else nobody had one
+            if has_gradient or not torch.equal(now, before):  # otherwise no rank had a gradient
                 expected = before.clone()
                 change = whole[box.slices()].to(now.device)
                 rule.apply([expected], [change], hyper, lr=lr)
@@ -169,18 +169,18 @@ class Sample:
 
 
 def _checksum(values: Tensor) -> int:
-    """A number that changes with any bit, whatever the device."""
+    """Return a number that changes with any bit, on any device."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     bits = values.contiguous().view(kind).flatten().long()
     places = torch.arange(1, len(bits) + 1, device=bits.device)
     return int((bits * places).sum())
 
 
-def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], what: str) -> set[int]:
-    """Of ranks that store the same, those that differ from most; all, where most are not equal."""
+def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], attribute: str) -> set[int]:
+    """Return the ranks that differ from most others with the same part; all, without a majority."""
     odd: set[int] = set()
     for ranks in boxes.values():
-        values = {r: getattr(part, what) for r, part in ranks.items()}
+        values = {r: getattr(part, attribute) for r, part in ranks.items()}
         common = multimode(values.values())
         odd |= {r for r, value in values.items() if common != [value]}
     return odd
