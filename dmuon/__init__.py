@@ -1,7 +1,7 @@
 """dmuon: an owner-centric distributed runtime for the Muon optimizer.
 
-Public names are imported when they are first used: ``import dmuon`` takes a millisecond, and
-``python -m dmuon --help`` does not load torch.
+Public names are imported on first use: ``import dmuon`` takes a millisecond, and ``python -m dmuon
+--help`` does not load torch.
 """
 
 from importlib import import_module
@@ -36,7 +36,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# The imports above, for when the program runs.
+# The same imports, at run time.
 _NAMES = {
     "api": "dedicate_params",
     "config": "DedicatedOptions KernelOptions LinearPeriod PlannerOptions ReplicatedOptions "
@@ -52,10 +52,10 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-if not TYPE_CHECKING:  # to a type checker every other name would be there, too
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """A public name, or a module of the package."""
+        """Import a public name, or a module of the package."""
         if name in _HOMES:
             globals()[name] = found = getattr(import_module(f"dmuon.{_HOMES[name]}"), name)
             return found

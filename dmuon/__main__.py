@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from dmuon.types import DmuonError
 
-CRASHED = 3  # a defect of ours; Python's own status for that is 1, which has a meaning here
-CLOSED_PIPE = 141  # what a shell reports for a program that a closed pipe has ended
+CRASHED = 3  # our own defect; Python's status for that, 1, has another meaning here
+CLOSED_PIPE = 141  # a shell's status for a program that a closed pipe has ended
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ COMMANDS = {  # modules of `dmuon.tools`, whose docstrings are the descriptions
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Only what a command line names is imported, because torch takes a second."""
+    """Import only the modules that the command line names, because torch takes a second."""
     parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
@@ -47,7 +47,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     given = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -57,10 +57,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader is gone (`| head`). What is still buffered must not fail again at exit.
+        # The reader is gone (`| head`). Buffered output must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except DmuonError as error:  # a mistake of the user, or a file that is no plan
+    except DmuonError as error:  # a user's mistake, or a file that is not a plan
         message = " ".join(str(error).split())
         sys.stderr.write(f"python -m dmuon {args.command}: error: {message}\n")
         return 2

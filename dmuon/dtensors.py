@@ -1,4 +1,4 @@
-"""Where a distributed parameter lies: the only file that looks at `DTensor` metadata."""
+"""The layout of distributed parameters; no other module reads `DTensor` metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dmuon import devices
 from dmuon.scheduler.specs import Box, LocalShard, dtype_name
 from dmuon.types import INTERLEAVED, OwnershipError
 
-if TYPE_CHECKING:  # at run time only where there may be one: it takes long to load
+if TYPE_CHECKING:  # imported at run time only where needed, because it loads slowly
     from torch.distributed.tensor import DTensor
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -33,33 +33,33 @@ def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def placed(tensor: Tensor) -> Hashable:
-    """Alike for tensors whose shards have the same replicas."""
+    """Return a key that is equal for tensors whose shards have the same replicas."""
     return (tensor.device_mesh, tensor.placements) if is_distributed(tensor) else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that is stored here, detached; a plain tensor's whole."""
+    """Return the part of ``tensor`` stored here, detached; all of a plain tensor."""
     if is_distributed(tensor):
-        with torch.no_grad():  # with gradients it would make an autograd node
+        with torch.no_grad():  # with gradients this would make an autograd node
             tensor = tensor.to_local()
     return tensor.detach()
 
 
 def stored_tensor(tensor: Tensor) -> Tensor:
-    """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`. No
-    public name: `DTensor.to_local` gives a new tensor, so that what is assigned to its data does
-    not reach the parameter, at twenty times the cost."""
+    """Return the tensor whose data this rank stores: ``tensor``, or the one inside a `DTensor`.
+    Reads a private name: `DTensor.to_local` returns a new tensor, so an assignment to its data
+    would not reach the parameter, and it costs twenty times as much."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank, detached; a collective call for a `DTensor`."""
+    """Return the full tensor on every rank, detached; a collective call for a `DTensor`."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """The `DTensor` that lies as ``parameter`` does, ``local`` here; ``local`` for a plain one."""
+    """Return a `DTensor` placed as ``parameter`` with part ``local``; ``local`` for a plain one."""
     if not is_distributed(parameter):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -68,8 +68,8 @@ def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
-    """The `DTensor` of this shape whose rows lie on the ranks of a mesh of one axis one after the
-    other, ``local`` here."""
+    """Return a `DTensor` of this shape whose rows are consecutive over the ranks of a mesh of one
+    axis, with this rank's part ``local``."""
     from torch.distributed.tensor import DTensor, Shard
 
     size = torch.Size(shape)
@@ -78,7 +78,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tenso
 
 
 def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
-    """This rank's part of a tensor that lies as `sharded_rows` makes it; None for another."""
+    """Return this rank's part of a tensor placed as by `sharded_rows`; None for other tensors."""
     stamp = LayoutStamp.of(tensor)
     if mesh is None or stamp.mesh != mesh or not stamp.placements[0].is_shard(0):
         return None
@@ -86,8 +86,8 @@ def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
 
 
 def copy_state(target: Tensor, source: Tensor) -> None:
-    """Copy a saved tensor, however it lies; a collective call where it is distributed otherwise
-    than ``target``."""
+    """Copy a saved tensor of any placement into ``target``; a collective call if the placements
+    differ."""
     if placed(target) == placed(source):
         source = local_tensor(source)
     else:
@@ -98,18 +98,18 @@ def copy_state(target: Tensor, source: Tensor) -> None:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the axes of a mesh, made up where it has none."""
+    """Return the names of the axes of a mesh, made up if it has none."""
     return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
 
 
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
-    """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
+    """Return the names of a `DTensor`'s mesh axes; none for a plain tensor."""
     return axis_names(tensor.device_mesh) if is_distributed(tensor) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutStamp:
-    """How a tensor lies at one moment; two that are equal lie alike."""
+    """The layout of a tensor at one moment; equal stamps mean equal layouts."""
 
     placements: Any  # None for a plain tensor
     mesh: Any
@@ -128,12 +128,12 @@ class LayoutStamp:
 
 
 class LocalParameters:
-    """The local tensors of parameters, looked up anew only where they have changed; ``version``
+    """The local tensors of parameters, looked up again only if they have changed; ``version``
     counts the changes.
 
-    CPU offload, `nn.Module.to`, or FSDP2 after a state dict was loaded may give a parameter another
-    inner tensor, or that tensor other memory. The tensors here keep their memory alive, so an equal
-    tensor at an equal address is the same memory, and views of it are still right.
+    CPU offload, `nn.Module.to`, or FSDP2 after loading a state dict may give a parameter another
+    inner tensor, or that tensor other memory. The tensors here keep their memory alive, so the same
+    tensor at the same address has the same memory, and views of it remain valid.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -153,7 +153,7 @@ class LocalParameters:
         self.tensors = [t.detach() for t in self._inner]
 
     def check(self) -> None:
-        """Look again, at every step; OwnershipError if a parameter lies otherwise than at first."""
+        """Check again, at every step; OwnershipError if a parameter's layout has changed."""
         inner = self._stored()
         if all(map(is_, inner, self._inner)) and [*map(Tensor.data_ptr, inner)] == self._addresses:
             return
@@ -169,8 +169,8 @@ class LocalParameters:
         self.version += 1
 
     def gradients(self) -> list[Tensor | None]:
-        """The local part of each gradient, None where there is none; a collective call where one
-        has other placements than its parameter."""
+        """Return the local part of each gradient, None if it is missing; a collective call if a
+        gradient's placements differ from its parameter's."""
         grads = [p.grad for p in self.parameters]
         for n, (grad, stamp) in enumerate(zip(grads, self._stamps, strict=True)):
             if grad is not None and grad.layout is not torch.strided:
@@ -186,8 +186,8 @@ class LocalParameters:
 
 
 def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
-    """``grad`` with the placements of its parameter. Autograd may leave a gradient `Partial` (a
-    gain under sequence parallelism); making it whole is a collective over the parameter's mesh,
+    """Return ``grad`` with the placements of its parameter. Autograd may leave a gradient `Partial`
+    (a gain under sequence parallelism); making it whole is a collective over the parameter's mesh,
     which every optimizer on `DTensor` issues."""
     given, wanted = getattr(grad, "placements", None), getattr(parameter, "placements", None)
     if given is None or wanted is None or given == wanted:
@@ -196,8 +196,8 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
-    """The box of ``parameter`` that this process, global rank ``rank``, holds. OwnershipError if it
-    is `Partial`, on a mesh without this rank, or stored otherwise than its placements say."""
+    """Return the box of ``parameter`` that this process, global rank ``rank``, holds.
+    OwnershipError if it is `Partial`, on a mesh without this rank, or not as its placements say."""
     if not is_distributed(parameter):
         return LocalShard((rank,), (), Box.at_origin(tuple(parameter.shape)))
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -235,11 +235,11 @@ def local_box(
     coordinate: Sequence[int],
     cuts: Sequence[tuple[int, int] | None],
 ) -> Box:
-    """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
+    """Return the box of a parameter of ``shape`` at ``coordinate`` of a mesh.
 
-    ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
-    dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
-    1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
+    ``cuts`` has for each mesh axis None if it replicates, otherwise (dim, before): the axis cuts
+    this dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That
+    is 1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
     parallelism). OwnershipError if no order of the axes gives these pieces.
 
     >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
@@ -270,12 +270,12 @@ def local_box(
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:
-    """Up to ``count`` elements of a plain tensor, evenly spread."""
+    """Return up to ``count`` elements of a plain tensor, evenly spread."""
     return tensor.reshape(-1)[:: max(1, tensor.numel() // count)][:count]
 
 
 def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
-    """The shard of a plain parameter that each of ``world`` ranks has, at rank ``rank``."""
+    """Return the shard at ``rank`` of a plain parameter that each of ``world`` ranks has."""
     return LocalShard(tuple(range(world)), (rank,), Box.at_origin(tuple(parameter.shape)))
 
 
@@ -284,7 +284,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def compute_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Where Newton-Schulz runs: the parameters' device, or with CPU offload their mesh's."""
+    """Return the device of Newton-Schulz: the parameters', or their mesh's with CPU offload."""
     device = parameters[0].device
     for p in parameters:
         mesh: DeviceMesh | None = getattr(p, "device_mesh", None)
@@ -294,8 +294,8 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
 
 
 def flaw_of_device(named: Named) -> str | None:
-    """That a parameter lies on another device than the current one, where collectives of objects
-    run; None where none does, or where there is no other process."""
+    """Return an error text if a parameter is on another device than the current one, where object
+    collectives run; None if there is no such parameter or no other process."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     for name, p in named:
@@ -312,7 +312,7 @@ def flaw_of_device(named: Named) -> str | None:
 
 
 def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGroup]:
-    """The process groups of the axes of a mesh, and of those that parameters lie on, by axis."""
+    """Return the process groups of the axes of a mesh and of parameters' meshes, by axis."""
     meshes = [] if mesh is None else [mesh]
     meshes += [p.device_mesh for _, p in named if is_distributed(p)]
     found: dict[str, dist.ProcessGroup] = {}
@@ -324,8 +324,8 @@ def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGr
 
 
 def covering_mesh(named: Named) -> DeviceMesh | None:
-    """The mesh of a parameter that contains every other parameter's (of equal ones that with the
-    most axes); None without a `DTensor`, OwnershipError if no mesh contains all."""
+    """Return the mesh of a parameter that contains every other parameter's (of equal ones that with
+    the most axes); None without a `DTensor`. OwnershipError if no mesh contains all."""
     meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]
     if not meshes:
         return None

@@ -1,4 +1,4 @@
-"""`Ownership`, the live handle of a plan; `no_sync` and `clip_grad_norm_` for all of a model's."""
+"""`Ownership`, the live handle of a plan; `no_sync` and `clip_grad_norm_` for a whole model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dmuon.types import Layout, OwnershipError, PlanError
 if TYPE_CHECKING:
     from dmuon.report.data import LoadBalanceReport
 
-# By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
-# weak references to parameters: torch refuses to convert a DTensor that has one (`model.to`).
+# Keys are ids: an ownership keeps its parameters, so their ids stay unique while it lives. Weak
+# references to parameters would not do: torch refuses to convert such a DTensor (`model.to`).
 _owner_by_parameter: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()
-# A model keeps its ownership alive, whose handle may be dropped; an ownership keeps no module.
+# A model keeps its ownership alive, even without its handle; an ownership keeps no module.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
 
 
 class Ownership:
-    """Who owns which matrix of a model, and the machinery that moves gradients and updates. Made by
-    `dmuon.dedicate_params` (``asked``: its arguments). The model keeps it alive."""
+    """Who owns which matrix of a model, and the runtime that moves gradients and updates. Made by
+    `dmuon.dedicate_params`, with its arguments in ``asked``. The model keeps it alive."""
 
     def __init__(
         self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module | None, asked: Any
@@ -44,12 +44,12 @@ class Ownership:
         self.plan = plan
         self.runtime = runtime
         self.asked = asked
-        planned_ms = None  # comparable only where prices were measured
+        planned_ms = None  # comparable only if costs were measured
         if not plan.cost_source.startswith("analytic"):
             planned_ms = sum(batch.ms for batch in plan.batches if self.rank in batch.ranks)
         self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
-        self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
+        self.by_optimizer = False  # whether a `dmuon.Muon` made it, so that no user has it
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._ids: list[int] = []
         self._register()
@@ -69,14 +69,14 @@ class Ownership:
             _owner_by_model.pop(model, None)
 
     def find_parameters(self) -> None:
-        """Take over the parameters that a framework has made since planning (`dedicated` layout);
-        OwnershipError if one that dmuon keeps has been replaced."""
+        """Take over parameters that a framework has made since planning (`dedicated` layout);
+        OwnershipError if a parameter that dmuon keeps was replaced."""
         self.runtime.find_parameters()
         self._register()
 
     def count_state(self, sizes: StateSizes) -> None:
-        """Let plan and report have the state of the optimizer that binds itself; PlanError if it
-        exceeds ``owner_memory_bytes`` on a rank."""
+        """Add the state of the optimizer being bound to plan and report; PlanError if it exceeds
+        ``owner_memory_bytes`` on a rank."""
         found, known = self.runtime.limits(sizes), self.plan.limits
         known = replace(known, fixed_bytes=found.fixed_bytes, matrix_bytes=found.matrix_bytes)
         if known == self.plan.limits:
@@ -101,16 +101,16 @@ class Ownership:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the mesh: what `owner_of` and `owned_by` count in."""
+        """This process's rank in the mesh, as in `owner_of` and `owned_by`."""
         return self.runtime.transport.rank
 
     def adamw_parameters(self) -> list[nn.Parameter]:
-        """The parameters that AdamW updates, for clipping them alone (docs/recipes.md)."""
+        """Return the parameters that AdamW updates, to clip them separately (docs/recipes.md)."""
         return [self.parameters[i] for i in self.plan.specs.adamw_parameters()]
 
     def report(self) -> LoadBalanceReport:
-        """How the work is balanced, and how every parameter is routed; after a few training steps
-        also measured beside predicted times. No collective call: any rank may ask alone."""
+        """Report the balance of the work and the route of every parameter; after a few training
+        steps also measured beside predicted times. Not a collective call: any rank may ask."""
         from dmuon.report.data import build_report  # not at import: it loads rich
 
         model = self._model()
@@ -118,8 +118,8 @@ class Ownership:
         return build_report(self.plan, self.telemetry.measured_ms(), name)
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
-        """The mesh rank that owns a matrix, by its name or its parameter's;
-        for a parameter of several matrices one per matrix. KeyError for others."""
+        """Return the mesh rank that owns a matrix, by the name of the matrix or its parameter; for
+        a parameter of several matrices, one rank per matrix. KeyError for others."""
         name, specs = canonical_name(fqn), self.plan.specs
         owned = [*zip(specs.matrices, self.plan.owners, strict=True)]
         if whole := [owner for m, owner in owned if m.name == name]:
@@ -130,15 +130,15 @@ class Ownership:
         return owners
 
     def owned_by(self, rank: int) -> tuple[str, ...]:
-        """Names of the matrices that a mesh rank owns."""
+        """Return the names of the matrices that a mesh rank owns."""
         return self.plan.owned_by(rank)
 
     def numel(self) -> int:
-        """Elements of all planned parameters, counted by their logical shapes."""
+        """Return the number of elements of all planned parameters, by their logical shapes."""
         return sum(p.numel for p in self.plan.specs.parameters)
 
     def shape_of(self, fqn: str) -> tuple[int, ...]:
-        """The logical shape of a parameter, wherever it is stored. KeyError for another name."""
+        """Return a parameter's logical shape, wherever it is stored. KeyError for other names."""
         shapes = {p.name: p.shape for p in self.plan.specs.parameters}
         if (name := canonical_name(fqn)) not in shapes:
             raise KeyError(f"{fqn!r} is no planned parameter")
@@ -146,22 +146,22 @@ class Ownership:
 
     @property
     def dedicated_params(self) -> set[nn.Parameter]:
-        """Parameters that only their owner stores: none but in the `dedicated` layout."""
+        """Parameters that only their owner stores; empty except in the `dedicated` layout."""
         return set(self.runtime.dedicated)
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the weights of ``module`` can be read directly: published values are there.
+        """Make the published weights of ``module`` readable inside the context.
 
-        In the `dedicated` layout a collective call, for the same module on every rank, which has
-        the whole weights in the dtype in which they are kept. Every rank that stores a weight keeps
-        what it writes to it, so write the same values on every rank."""
+        In the `dedicated` layout this is a collective call, for the same module on every rank; all
+        ranks get the whole weights in the dtype in which they are stored. Each rank that stores a
+        weight keeps its own writes to it, so write the same values on every rank."""
         return self.runtime.materialized(module)
 
     @contextmanager
     def ignored_by_fully_shard(self) -> Iterator[None]:
-        """Inside, `fully_shard` does not see the dedicated parameters, for code that cannot give it
-        ``ignored_params=own.dedicated_params``. Not a collective call. OwnershipError in another
-        layout than `dedicated`."""
+        """Hide the dedicated parameters from `fully_shard` inside the context, for code that cannot
+        pass ``ignored_params=own.dedicated_params``. Not a collective call. OwnershipError in other
+        layouts than `dedicated`."""
         model = self._model()
         if self.plan.layout is not Layout.DEDICATED or model is None:
             raise OwnershipError(
@@ -173,15 +173,15 @@ class Ownership:
             yield
 
     def become(self, other: Ownership) -> None:
-        """Go on as another ownership of the same model, whose handle is not used any more."""
+        """Continue as another ownership of the same model, whose handle is no longer used."""
         self.telemetry.wait()
         self.runtime.close()
         self.plan, self.runtime, self.telemetry = other.plan, other.runtime, other.telemetry
         self._register()
 
     def close(self) -> None:
-        """Publish what is pending, remove every hook, and destroy the process group: the model is
-        an ordinary module again. Call it on every rank."""
+        """Publish pending updates, remove every hook, and destroy the process group, so that the
+        model is an ordinary module again. Call it on every rank."""
         if self.closed:
             return
         self.closed = True
@@ -191,14 +191,14 @@ class Ownership:
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:
-    """The open ownership that a parameter belongs to."""
+    """Return the open ownership that a parameter belongs to."""
     ownership = _owner_by_parameter.get(id(parameter))
     return None if ownership is None or ownership.closed else ownership
 
 
 def ownerships_of(model: nn.Module) -> list[Ownership]:
-    """The ownerships of a model's parameters, each once, in order of first use."""
-    # FSDP2 puts other parameters into a unit while it is gathered, so modules are asked as well.
+    """Return the ownerships of a model's parameters, each once, in order of first use."""
+    # A gathered FSDP2 unit shows other parameters, so modules are looked up as well.
     found = [*map(_owner_by_model.get, model.modules()), *map(ownership_of, model.parameters())]
     return list(dict.fromkeys(o for o in found if o is not None and not o.closed))
 
@@ -206,8 +206,8 @@ def ownerships_of(model: nn.Module) -> list[Ownership]:
 def ownerships_in(
     model: object, parameters: Iterable[object], *, by_optimizers: bool = False
 ) -> list[Ownership]:
-    """The open ownerships of a model and of parameters, in order of first use: those that
-    `dedicate_params` made, which take over what a framework has replaced, or ``by_optimizers``."""
+    """Return the open ownerships of a model and parameters in order of first use: ownerships by
+    `dedicate_params`, which first take over replaced parameters, or ``by_optimizers``."""
     of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
     found = [*of_model, *(ownership_of(p) for p in parameters if isinstance(p, Tensor))]
     ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
@@ -217,18 +217,18 @@ def ownerships_in(
 
 
 def routes_in(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
-    """How each planned parameter is updated."""
+    """Return how each planned parameter is updated."""
     routes = (zip(o.parameters, routes_of(o.plan.specs).values()) for o in ownerships)
     return dict(chain.from_iterable(routes))
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward only accumulates gradients locally, as in `DistributedDataParallel.no_sync`.
+    """Make backward accumulate gradients only locally, as `DistributedDataParallel.no_sync` does.
 
-    The first backward after it (or `step`, or `clip_grad_norm_`) reduces what has accumulated. On
-    FSDP2 this is ``set_requires_gradient_sync(False)``, and only a backward reduces: let the last
-    one of a step run outside.
+    The first backward after it (or `step`, or `clip_grad_norm_`) reduces the accumulated gradients.
+    On FSDP2 this is ``set_requires_gradient_sync(False)``, and only a backward reduces: run the
+    last backward of a step outside.
 
     Raises:
         OwnershipError: the model is dedicated and has no `dmuon.Muon` yet.
@@ -251,15 +251,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients of ``model`` so that their joint norm is at most ``max_norm``.
 
-    As `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm, returned as it
-    was before (0-d), counts every gradient once, matrices at their owners included, and is the same
-    on every rank. A collective call, after backward and before `step`. Unlike torch's it takes
-    gradients of several meshes (tensor parallelism of a part of the model).
+    Like `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm before scaling
+    is returned (0-d), counts every gradient once, including matrices at their owners, and is the
+    same on every rank. A collective call, after backward and before `step`. Unlike torch's function
+    it accepts gradients on several meshes (tensor parallelism of a part of the model).
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is not what was
-            planned.
+        TypeError: ``model`` is not a module.
+        ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter differs from the
+            planned one.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
     """
     if not isinstance(model, nn.Module):
@@ -292,7 +292,7 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for stored in [*(g.stored for g in parts), [local_tensor(grad) for grad in extra]]:
-        # With CPU offload the gradients lie elsewhere than the norm.
+        # With CPU offload gradients are on another device than the norm.
         scale_all(stored, factor.to(stored[0].device) if stored else factor)
     for runtime in runtimes:
         runtime.gradients_changed()
@@ -300,8 +300,8 @@ def clip_grad_norm_(
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The joint norm of local and distributed gradients, 0-d in float64: no square overflows."""
-    # A rank may hold nothing of a matrix, and nothing has no largest element.
+    """Return the joint norm of local and distributed gradients, 0-d float64: squares fit."""
+    # A rank may hold no element of a matrix, and an empty tensor has no maximum.
     held = [g for g in grads if g.numel()]
     norms = wide_norms([g for g in held if not is_distributed(g)], norm_type)
     norms += [
@@ -313,7 +313,7 @@ def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Te
 
 
 def _norm_over_ranks(runtime: LayoutRuntime, gradients: Gradients, norm_type: float) -> Tensor:
-    """The norm of one ownership's gradients over all its ranks, the same on each."""
+    """Return the norm of one ownership's gradients over all its ranks, the same on each."""
     is_max = math.isinf(norm_type)
     counted = _norm(gradients.counted, norm_type, runtime.device).to(runtime.device)
     power = counted if is_max else counted.pow(norm_type)

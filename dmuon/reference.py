@@ -1,4 +1,4 @@
-"""`ReferenceMuon`: Muon in one process, without distribution. The oracle of every test."""
+"""`ReferenceMuon`: Muon in one process, without distribution, as the oracle of every test."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dmuon.types import Coefficients, DtypeName, Heads, Select, Splits
 
 
 class ReferenceMuon(Optimizer):
-    """Plain Muon, one matrix after the other; AdamW for everything else.
+    """Plain Muon, one matrix after the other, with AdamW for all other parameters.
 
-    Given a module, it takes the same matrices as `dmuon.dedicate_params` (``select``, ``splits``
-    and ``heads`` mean the same). Given 2-D parameters, each is a matrix, as in `torch.optim.Muon`.
+    From a module it takes the same matrices as `dmuon.dedicate_params` (``select``, ``splits`` and
+    ``heads`` mean the same). Of 2-D parameters each is a matrix, as in `torch.optim.Muon`.
     ``orthogonalize`` replaces Newton-Schulz: ``[m, n] -> [m, n]``.
 
-    ``adamw`` is an optimizer beside this one, None where there is nothing for it. Its groups are
-    not in ``param_groups``: a schedule needs a scheduler for each of the two."""
+    ``adamw`` is a separate optimizer, or None if it would have no parameters. Its groups are not in
+    ``param_groups``, so a schedule needs a scheduler for each of the two."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ReferenceMuon(Optimizer):
         rule_of(group)
         if isinstance(variant, str) and variant not in _VARIANTS:
             raise ValueError(f"ReferenceMuon knows {list(_VARIANTS)}, found variant={variant!r}")
-        # Of each parameter: a view of it (or of its like) a matrix, and what a variant keeps of it.
+        # By parameter: functions that view a tensor like it as matrices, and variants' state.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
         self._kept: dict[Tensor, list[dict[str, Tensor]]] = {}
         others: list[Tensor] = []
@@ -112,7 +112,7 @@ class ReferenceMuon(Optimizer):
         self, w: Tensor, g: Tensor, buf: Tensor, group: dict[str, Any], kept: dict[str, Tensor]
     ) -> None:
         lr, mu = group["lr"], group["momentum"]
-        # Itself, where it is kept in the gradient's dtype.
+        # `buf` itself, if it is kept in the gradient's dtype.
         momentum = buf.to(torch.promote_types(buf.dtype, g.dtype))
         g = g.to(momentum.dtype)
         if group["momentum_mode"] == "ema":
@@ -144,7 +144,7 @@ Interleaved = dict[str, dict[str, Any]]
 
 
 def _without_interleaved(splits: Splits, heads: Heads) -> tuple[Interleaved, Splits, Heads]:
-    """What ``splits`` says of interleaved parameters, and the rest: there a parameter is whole."""
+    """Split off entries of interleaved parameters, which count as whole in the remaining ones."""
     interleaved: Interleaved = {}
     for pattern, said in splits.items():
         said = dict(said) if isinstance(said, Mapping) else {"sizes": said}
@@ -165,7 +165,7 @@ def _alternating(
 
 
 def _adjustment(name: str | float | None, rows: int, cols: int) -> float:
-    """Return the factor on the learning rate of a matrix, as `torch.optim.Muon` has it."""
+    """Return the factor on the learning rate of a matrix, as `torch.optim.Muon` computes it."""
     if name == "spectral_unclamped":
         return math.sqrt(rows / cols)
     if name in (None, "original"):
@@ -186,7 +186,7 @@ _VARIANTS = {"normuon": _normuon}
 
 
 def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """Return a matrix as the user's variant changes it."""
+    """Apply the user's variant to a matrix."""
     for spec in rule.state:
         if spec.name not in kept:
             shape = (1, *spec.shape(*matrix.shape))

@@ -50,12 +50,12 @@ class ParamsRuntime(LayoutRuntime):
         self.shards = shards
         self.parameters = list(parameters)
         self.pipeline: Pipeline | None = None
-        self.batch_numel = 0  # of a batch of several blocks, once bound
+        self.batch_numel = 0  # elements of a batch of several blocks, set by `bind`
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
         if model is not None and plan.layout is Layout.REPLICATED:
             self._watch = hooks.ParameterWatch(model, parameters)
-        self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
+        self._missing: list[bool] = []  # which parameters had no gradient at the last look
 
     def limits(self, sizes: StateSizes) -> OwnerLimits:
         return self.shards.limits(self.plan.limits.memory_bytes, sizes)
@@ -66,21 +66,21 @@ class ParamsRuntime(LayoutRuntime):
         ns_dtype: torch.dtype,
         memory: Callable[[int], Tensor] | None,
     ) -> None:
-        """Prepare for an optimizer: the param group of each matrix, the dtype that travels,
-        and the memory of `Pipeline`."""
+        """Prepare for an optimizer: the param group of each matrix, the dtype of messages, and the
+        memory of `Pipeline`."""
         plan, units = self.plan, units_of(self.plan, groups, one_by_one=self.one_by_one)
         sizes = Sizes.of(self._options, plan)
         self.batch_numel = BATCH_BUCKETS * sizes.room // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(units) if not self.is_local(unit)]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
-        # As this rank sees them; `memory` may look at them.
+        # Units as this rank sees them; `memory` may use them.
         self.units = units_for(units, self.shards, plan.topology, self.transport.rank)
         what, how = (self.shards, plan.topology, units, travelling), (self.meter, sizes, like)
         self.pipeline = Pipeline(*what, self.transport, *how, memory=memory, replicas=self._peers)
 
     def is_local(self, unit: Unit) -> bool:
-        """Whether nothing has to travel for a unit."""
-        # Matrices of different domains are never batched together, so one speaks for all.
+        """Whether a unit needs no traffic."""
+        # Matrices of different domains are never batched together, so the first one decides.
         return self.shards.is_local(unit.matrices[0], unit.copies)
 
     def close(self) -> None:
@@ -93,13 +93,13 @@ class ParamsRuntime(LayoutRuntime):
         self.transport.close()
 
     def bound(self) -> Pipeline:
-        """The pipeline; OwnershipError if there is no optimizer (any more)."""
+        """Return the pipeline; OwnershipError without an optimizer, or after closing."""
         if self.pipeline is None:
             raise self._not_bound()
         return self.pipeline
 
     def reduce_gradients(self) -> None:
-        """The framework has reduced them; check that parameters are what was planned."""
+        """Check the parameters against the plan; the framework has reduced their gradients."""
         self.bound()
         self.locals.check()
         if self._watch is not None:
@@ -107,7 +107,7 @@ class ParamsRuntime(LayoutRuntime):
         self.synchronize()
 
     def local_gradients(self) -> list[Tensor | None]:
-        """The local part of each parameter's gradient, None where there is none here."""
+        """Return the local part of each parameter's gradient, None if it is missing here."""
         found = self.locals.gradients()
         missing = [grad is None for grad in found]
         if any(missing) and missing != self._missing:
@@ -115,11 +115,11 @@ class ParamsRuntime(LayoutRuntime):
             for name, p in () if model is None else model.named_parameters():
                 if id(p) not in known and p.requires_grad and p.grad is not None:
                     raise hooks.replaced(canonical_name(name))
-        self._missing = missing  # the same modules are unused, step after step
+        self._missing = missing  # modules that are unused stay so, step after step
         return found
 
     def gradients(self) -> Gradients:
-        """The first replica of the first copy of each parameter counts."""
+        """Return all local gradients; each parameter's first replica of its first copy counts."""
         found = [(i, grad) for i, grad in enumerate(self.local_gradients()) if grad is not None]
         counted = [grad for i, grad in found if self.counts(i)]
         return Gradients(counted, [], [grad for _, grad in found])
@@ -159,7 +159,7 @@ def open_peers(
         sharing |= {tuple(sorted(some)) for some in (*columns, *nodes) if len(some) > 1}
     found: list[list[tuple[int, ...]]] = []
     for ranks in sorted(sharing - {everyone}, key=lambda ranks: (len(ranks), ranks)):
-        # Partitions of the mesh: every rank joins in making each.
+        # Groups come as partitions of the mesh, and every rank takes part in making each.
         free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
         if (parts := next(free, None)) is None:
             found.append(parts := [])

@@ -1,20 +1,20 @@
-"""Weights to where they are used: before a layer of modules runs, and again before its backward.
+"""Prefetch of weights: before a layer of modules runs, and again before its backward.
 
 Each forward pass gathers every layer once, in the order of registration, each backward pass in
-reverse, whatever modules a rank skips or calls in another order::
+reverse, even if a rank skips modules or calls them in another order::
 
     forward    g0 g1 | run 0 | g2 | run 1 | g3 | run 2 ...      prefetch = 1
     backward   g3 g2 | run 3 | g1 | run 2 | ...
 
-Backward passes by layer g right before the gather number g + prefetch + 1, on every rank: there
-the gradients of g leave if none will come. On a rank that has them all they have left by then.
+Backward passes layer g right before gather number g + prefetch + 1, on every rank: if gradients of
+g are still missing there, they leave then. On a rank that has all of them they have left before.
 
-A layer that a rank has not asked for when the pass ends is received then, and dropped. One that is
-asked for again after it has been dropped is sent once more, on all ranks that run the same program;
-from the next pass on it is kept until its last call.
+If a rank has not used a layer when the pass ends, the layer is received then, and dropped. A layer
+used again after it was dropped is sent once more, on all ranks that run the same program; from the
+next pass on it is kept until its last call.
 
 A module's outputs carry a tensor hook that fires before its backward begins. Hooks live on modules
-and in autograd's graph, so they refer weakly to the `Prefetcher`, which they tell everything.
+and in autograd's graph, so they hold only weak references to the `Prefetcher` that they call.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from dmuon.comm.storage import Layer, Storage, WeightState
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError, OwnershipError, State
 
-_ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
+_ANNOUNCED = "_dmuon_announced"  # set on tensors that a module keeps between passes
 
 
 # ---- passes over the model -------------------------------------------------------------------
 
 
 class PassState(State):
-    """Which pass over the model has begun and not ended, on this rank.
+    """The pass over the model that has begun and not ended on this rank.
 
     ::
 
-        state     what every rank issues while in it                            may become
+        state     collectives that every rank issues in it                      may become
         IDLE      nothing                                                       FORWARD, BACKWARD
         FORWARD   the gather of each layer, in the order of registration        IDLE
         BACKWARD  the gather of each layer in reverse, gradients in between     IDLE
@@ -61,42 +61,42 @@ class PassState(State):
 
 @dataclasses.dataclass(slots=True)
 class _Calls:
-    """How a layer has been called, and what autograd has made of it."""
+    """The calls of a layer, and autograd's use of them."""
 
-    expected: int  # forward calls in a pass, as in the last; at first, occurrences in the model
-    ran: bool = False  # since the last step, also without autograd, as a checkpointed forward does
+    expected: int  # forward calls per pass, from the last one; at first, occurrences in the model
+    ran: bool = False  # since the last step, also without autograd, as when checkpointed
     running: int = 0  # forward calls that have not ended
-    ended: int = 0  # forward calls in this pass that have
-    recorded: int = 0  # uses that autograd recorded and whose backward has not come yet
-    gradients: int = 0  # that have come in this backward pass
-    awaited: int = 1  # how many of them there will be
+    ended: int = 0  # forward calls that have ended in this pass
+    recorded: int = 0  # uses that autograd recorded and whose backward has not run yet
+    gradients: int = 0  # gradients accumulated in this backward pass
+    awaited: int = 1  # gradients expected in it
 
 
 class Prefetcher:
     """Makes weights available before passes over the model need them, and sends gradients in turn.
-    The root's layer is needed first in both passes. A ``reducer`` comes with the optimizer."""
+    The root's layer is needed first in both passes. The optimizer sets the ``reducer``."""
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
         self.storage = storage
         self.layers = storage.layers
         self.state = PassState.IDLE
-        self.steps = 0  # in which weights have changed
-        self.backwards = 0  # backward passes since the last of them
+        self.steps = 0  # that have changed weights
+        self.backwards = 0  # backward passes since the last step
         self.reducer: GradientReducer | None = None
         self._options = options
         self._calls = [_Calls(layer.occurrences) for layer in self.layers]
         self.number_of = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
         self._first = sum(layer.is_root for layer in self.layers)
-        self._ahead = 0  # layers whose new weights left with the step, in the order of forward
-        self._launched = 0  # layers that were gathered in this pass
-        self._passed = 0  # layers that this backward pass is done with
-        self._needed: set[int] = set()  # asked for in this backward pass, and not freed
-        self._recorded = False  # a forward pass by autograd, since the last step
+        self._ahead = 0  # layers, in forward order, whose new weights left during the step
+        self._launched = 0  # layers gathered in this pass
+        self._passed = 0  # layers that this backward pass has finished
+        self._needed: set[int] = set()  # layers used in this backward pass and not freed
+        self._recorded = False  # whether autograd recorded a forward pass since the last step
 
     # ---- gathers -----------------------------------------------------------------------------
 
     def _turn(self, n: int) -> int:
-        """The layer whose turn in this pass is number ``n``; also the turn of layer ``n``."""
+        """Return the layer of turn ``n`` in this pass; also the turn of layer ``n``."""
         if self.state is PassState.FORWARD or n < self._first:
             return n
         return len(self.layers) + self._first - 1 - n
@@ -111,18 +111,18 @@ class Prefetcher:
         return layer
 
     def _use(self, g: int) -> None:
-        """Launch ``g``, what comes before it and what is prefetched after it; then use ``g``."""
+        """Launch ``g``, all layers before it and the prefetched ones after it; then use ``g``."""
         last = min(self._turn(g) + self._options.prefetch, len(self.layers) - 1)
         while self._launched <= last:
             self._launch_next()
         layer = self.layers[g]
-        if layer.state is WeightState.FREED:  # again: it was dropped in this pass
+        if layer.state is WeightState.FREED:  # it was dropped in this pass
             self.storage.launch(layer, self.state.label)
         layer.use()
         self._calls[g].ran = True
 
     def _end(self) -> None:
-        """Take part in the gathers of what was not asked for."""
+        """Take part in the gathers of layers that were not used."""
         while self._launched < len(self.layers):
             layer = self._launch_next(ending=True)
             if self._options.free_after_forward and not layer.in_use:
@@ -132,7 +132,7 @@ class Prefetcher:
     # ---- forward -----------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root is about to run; a pass that was broken off ends first."""
+        """Begin a pass before the root runs; end an interrupted one first."""
         self.recover()
         self.storage.check()
         self.end_forward()
@@ -147,24 +147,24 @@ class Prefetcher:
             calls.running = calls.ended = 0
 
     def enter(self, g: int) -> None:
-        """A module of the layer is about to run."""
+        """Prepare for a call of one of the layer's modules."""
         if self.state is PassState.IDLE:
             self._begin_forward()
         self._use(g)
         self._calls[g].running += 1
 
     def touch(self, g: int) -> None:
-        """A part of the layer's modules runs, normally inside them."""
-        if not self._calls[g].running:  # called by itself, so nobody announces its backward
+        """Prepare for a call of a part of the layer's modules, normally inside them."""
+        if not self._calls[g].running:  # called on its own, so no hook announces its backward
             recorded = torch.is_grad_enabled()
             self.enter(g)
             self.leave(g, recorded=recorded, hold=recorded, free=False)
 
     def leave(self, g: int, *, recorded: bool, hold: bool, free: bool = True) -> None:
-        """It has run. ``recorded``: by autograd; ``hold``: its backward may come unannounced; not
-        ``free``: it is only about to run, and nothing will tell when it has."""
+        """End a call. ``recorded``: by autograd; ``hold``: its backward may begin unannounced; not
+        ``free``: the module is only about to run, and no hook tells when it has."""
         layer, calls = self.layers[g], self._calls[g]
-        if recorded and layer.in_use:  # not so after a backward inside of this forward
+        if recorded and layer.in_use:  # False after a backward inside this forward
             calls.recorded += layer.record(hold=hold)
             self._recorded = True
         calls.running -= 1
@@ -179,7 +179,7 @@ class Prefetcher:
             layer.free()
 
     def end_forward(self) -> None:
-        """Every rank has issued every gather of the pass when this returns."""
+        """End the pass: on return every rank has issued all of its gathers."""
         if self.state is not PassState.FORWARD:
             return
         for layer, calls in zip(self.layers, self._calls, strict=True):
@@ -196,14 +196,14 @@ class Prefetcher:
         self._begin_backward()
         reducer, casts = self.reducer, self.storage.casts
         for layer, calls in zip(self.layers, self._calls, strict=True):
-            # If the dtype of a parameter's data changes, autograd accumulates each use apart.
+            # If the dtype of a parameter's data changes, autograd accumulates each use separately.
             parts = [max(1, calls.recorded) if casts(p) else 1 for p in layer.parameters]
             calls.awaited = sum(parts)
             if reducer is not None:
                 reducer.expected.update(zip(layer.parameters, parts, strict=True))
         if reducer is not None and reducer.sync:
             reducer.begin()
-        # Nested backward calls (re-entrant checkpointing) each end once; it may be over then.
+        # Nested backward calls (re-entrant checkpointing) end one by one; the pass may be over.
         at_end_of_backward(self.recover)
 
     def _begin_backward(self) -> None:
@@ -216,7 +216,7 @@ class Prefetcher:
             calls.gradients = 0
 
     def need(self, g: int) -> None:
-        """The backward of the layer is about to run."""
+        """Prepare for the backward of the layer."""
         for i in [i for i in self._needed if i != g]:
             if self._calls[i].gradients >= self._calls[i].awaited:
                 self.layers[i].free()
@@ -226,8 +226,8 @@ class Prefetcher:
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
-        """Send gradients of the layers that backward has passed by, where others send theirs. Zeros
-        for a layer that has not run since the step; when ``ending``, what there is."""
+        """Send gradients of layers that backward has passed, at the same turn on all ranks: zeros
+        for a layer that has not run since the step; when ``ending``, whatever has arrived."""
         end = max(self._passed, self._launched - self._options.prefetch)
         passed = [self._turn(n) for n in range(self._passed, end)]
         self._passed = end
@@ -241,7 +241,7 @@ class Prefetcher:
                 self.reducer.give_up([p for p in parameters if not self.storage.is_read(p)])
 
     def accumulated(self, parameter: int) -> None:
-        """Autograd has accumulated into the parameter's ``grad``."""
+        """Count a gradient that autograd has accumulated into the parameter's ``grad``."""
         self.ensure_backward()
         if (g := self.number_of.get(parameter)) is not None:
             self._calls[g].gradients += 1
@@ -249,14 +249,14 @@ class Prefetcher:
             self.reducer.accumulated(parameter)
 
     def recover(self) -> None:
-        """Autograd is done, or has raised: issue the collectives that others count on, and free."""
+        """End backward, complete or failed: issue collectives that other ranks expect, and free."""
         if self.state is not PassState.BACKWARD:
             return
         self._end_backward()
         if self.reducer is not None:
             self.reducer.finish()
         for layer, calls in zip(self.layers, self._calls, strict=True):
-            # Each parameter got one gradient per use, so this many uses are done.
+            # Each parameter got one gradient per use, so that many uses are done.
             calls.recorded = max(0, calls.recorded - -(-calls.gradients // len(layer.parameters)))
 
     def _end_backward(self) -> None:
@@ -271,7 +271,7 @@ class Prefetcher:
     # ---- between passes ----------------------------------------------------------------------
 
     def join_passes(self) -> None:
-        """Take part in the others' passes since the step if no backward (and forward) ran here."""
+        """Take part in the other ranks' passes since the step if none ran here."""
         if self.backwards:
             return
         if self.reducer is not None:
@@ -282,21 +282,21 @@ class Prefetcher:
         self._end_backward()
 
     def drop(self) -> None:
-        """Free every layer: the weights may have changed, or are no longer needed."""
+        """Free every layer, because weights may have changed or are no longer needed."""
         for layer in self.layers:
             layer.free()
         self.state = self.state.to(PassState.IDLE)
         self._ahead = 0
 
     def begin_access(self) -> None:
-        """Someone is about to read or write the weights directly."""
+        """Prepare for direct reads or writes of the weights."""
         if self.state is not PassState.FORWARD:
             self.recover()
             self.storage.check()
         self.storage.wait_published()
 
     def begin_step(self) -> None:
-        """The weights are about to change."""
+        """Prepare for a change of the weights."""
         self.drop()
         self.storage.wait_published()
         self.steps += 1
@@ -307,8 +307,8 @@ class Prefetcher:
             calls.recorded = 0
 
     def launch_ahead(self, todo: Set[int]) -> None:
-        """Publish what is updated, up to the first layer with a matrix of ``todo``: all layers to
-        the holders or, without replicas, the first ones that the next forward pass needs."""
+        """Publish updated layers, up to the first one with a matrix of ``todo``: all layers to
+        the holders or, without replicas, only those that the next forward pass needs first."""
         layers = self.layers
         if not self.storage.has_replicas:
             layers = layers[: self._first + self._options.prefetch + 1]
@@ -326,7 +326,7 @@ class Prefetcher:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a module's output: in tuples, lists, mappings and dataclasses, nested."""
+    """Yield tensors of a module's output, nested in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -342,7 +342,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Results that a forward keeps as attributes of modules, such as the loss of a router."""
+    """Yield results that a forward keeps as attributes of modules, such as a router's loss."""
     for part in modules:
         for name, value in vars(part).items():
             if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | tuple)):
@@ -350,7 +350,7 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callable[..., None]:
-    """Calls ``action(prefetcher, ...)`` as long as there is a prefetcher."""
+    """Wrap ``action(prefetcher, ...)`` to run only as long as there is a prefetcher."""
     weak = weakref.ref(prefetcher)
 
     def act(*args: Any) -> None:
@@ -363,7 +363,7 @@ def _while_alive(prefetcher: Prefetcher, action: Callable[..., None]) -> Callabl
 def _announce(
     prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
-    """Fetch weights before the backward of ``output`` (False: it has none), or of what is kept."""
+    """Fetch weights before the backward of ``output`` (False: it has none) or of kept tensors."""
     step = prefetcher.steps
 
     def before_backward(prefetcher: Prefetcher, _: Tensor) -> None:
@@ -395,20 +395,20 @@ def _announce(
 def hook_module(
     prefetcher: Prefetcher, point: WaitPoint, layers: Sequence[int], area: Sequence[nn.Module]
 ) -> list[Remove]:
-    """Hooks of a module that needs ``layers``; ``area``: it and what lies below, in no other."""
+    """Hook a module that needs ``layers``; ``area``: it and its descendants in no other layer."""
     module, weak_module = point.module, weakref.ref(point.module)
 
     def check_whole(prefetcher: Prefetcher) -> None:
         if (module := weak_module()) is not None:
-            prefetcher.storage.check_whole(module)  # a copy of placeholders would be of no use
+            prefetcher.storage.check_whole(module)  # a copy of placeholders would be useless
 
     def hook(action: Callable[..., None]) -> Hook:
-        # The graph breaks there, so what is traced never sees placeholders.
+        # The graph breaks there, so traced code never sees placeholders.
         hidden = opaque(_while_alive(prefetcher, action), point)
         return Hook(hidden, _while_alive(prefetcher, check_whole))
 
     def before(prefetcher: Prefetcher, *_: Any) -> None:
-        # In backward it is the recomputation of a checkpointed forward.
+        # A forward during backward recomputes a checkpointed one.
         in_backward = prefetcher.state is PassState.BACKWARD
         if point.is_root and not in_backward:
             prefetcher.begin_forward()
@@ -436,15 +436,15 @@ def hook_module(
 
 
 class _StateDicts:
-    """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
-    load them from any form, at the end of the outermost call; collective calls. Inside
-    ``materialized`` they are whole, as in any module. ``given`` is what torch gives such hooks."""
+    """Hooks that put dedicated parameters into modules' state dicts, as rows on all ranks, and load
+    them from any form at the end of the outermost call; collective calls. Inside ``materialized``
+    they are whole, as in any module. ``given`` has the arguments of torch's hooks."""
 
-    # Of a load that is open, or was cut off: torch has one list of errors per call.
+    # The list of errors of an open or interrupted load: torch has one per call.
     _errors: list[str] | None = None
     _root: weakref.ref[nn.Module]
     _found: dict[int, Any]
-    _is_collective = False  # there are parameters below that are kept elsewhere
+    _is_collective = False  # whether parameters in the module are kept elsewhere
 
     def save(self, prefetcher: Prefetcher, names: Mapping[str, int], *given: Any) -> None:
         _, state, prefix, _ = given
@@ -472,7 +472,7 @@ class _StateDicts:
             flaw = prefetcher.storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
             self._found[p] = state_dict[key]
-            # So torch copies what is there already.
+            # So torch copies values that are already there.
             state_dict[key] = module.get_parameter(name)
 
     def loaded(self, prefetcher: Prefetcher, module: nn.Module, _: Any) -> None:
@@ -482,13 +482,13 @@ class _StateDicts:
         if self._is_collective:
             prefetcher.begin_access()
             prefetcher.storage.load(self._found, errors)
-            prefetcher.drop()  # what was launched ahead is old
+            prefetcher.drop()  # layers launched ahead have old weights
 
 
 def hook_state_dicts(
     prefetcher: Prefetcher, model: nn.Module, index: Mapping[int, int]
 ) -> list[Remove]:
-    """The hooks of `_StateDicts`, on every module with dedicated parameters in it or below.
+    """Add the hooks of `_StateDicts` to every module with dedicated parameters in or below it.
     ``index`` gives their numbers by id."""
     hooks, removers = _StateDicts(), []
     load, loaded, save = (
@@ -510,7 +510,7 @@ def hook_state_dicts(
 
 def check_first_forward(storage: Storage, root: nn.Module) -> Remove:
     """Look for replaced parameters when the first module of ``root`` runs, before any other hook:
-    only a global one comes before those of `fully_shard`, which gather. It removes itself."""
+    only a global hook precedes those of `fully_shard`, which gather. It removes itself."""
     weak = weakref.ref(storage)
     members = weakref.WeakSet(root.modules())
 

@@ -1,15 +1,15 @@
-"""Where the weights of the `dedicated` layout are kept, and the buffers in which they are used.
+"""Storage of the `dedicated` layout's weights, and the buffers in which they are used.
 
-The modules that use weights together are a *layer*. Its weights lie in a few buckets: one for each
-shard coordinate that keeps whole parameters of it, and one for each parameter that several of them
-keep. An all-gather carries one span from each shard coordinate, so a layer without parameters of
-the second kind takes one::
+Modules that use weights together are a *layer*. Its weights lie in a few buckets: one for each
+shard coordinate that keeps whole parameters of it, and one for each parameter that several
+coordinates keep. An all-gather carries one span from each shard coordinate, so a layer without
+split parameters needs one::
 
     bucket 0   | a.weight  c.weight |              kept at shard 0: leaves in the first all-gather
     bucket 1   | b.weight |                        kept at shard 1: in the first
     bucket 2   | experts[0:3] | experts[3:5] |     kept at shards 0 and 1: in the second
 
-Between uses a parameter shows what is kept here: the whole weight, or a placeholder ``(0, ...)``.
+Between uses a parameter shows its kept data: the whole weight, or a placeholder ``(0, ...)``.
 In use it shows a view of its bucket's buffer. `WeightState` lists the states of a layer.
 """
 
@@ -44,9 +44,9 @@ from dmuon.types import OwnershipError, State
 
 class _Weight:
     """One parameter, or the local tensor inside a `DTensor`: ``tensor``, whose data is switched.
-    ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
-    ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
-    shown in use: a part of ``bucket`` from element ``start`` on.
+    Between uses it shows ``kept``: the whole weight where that is kept, else a placeholder, or
+    ``readable`` while ``readers`` of `Storage.whole` have the weight here. In use it shows
+    ``view``, a part of ``bucket`` from element ``start`` on.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class _Weight:
     ) -> None:
         numel = math.prod(shape)
         values = tensor.detach()
-        if values.numel() == numel:  # not so where it was made on the meta device
+        if values.numel() == numel:  # False if it was made on the meta device
             bucket.keep(start, values.reshape(-1))
         self.tensor = tensor
         self.bucket, self.start = bucket, start
@@ -72,8 +72,8 @@ class _Weight:
 
 
 class _WeightBuffer:
-    """A bucket on this rank, at shard coordinate ``shard``. What it keeps lies in the buffer itself
-    if that is all of it in the ``dtype`` in which weights are used, else in tensors beside it."""
+    """A bucket on this rank, at shard coordinate ``shard``. Its kept part lies in the buffer itself
+    if that part is all of it in the ``dtype`` of use, otherwise in separate tensors."""
 
     def __init__(
         self, bucket: WeightBucket, dtype: torch.dtype, shard: int, device: torch.device
@@ -87,21 +87,21 @@ class _WeightBuffer:
         mine = [span for span in bucket.sends if span.shard == shard]
         kept = [flat if lasting else self.nothing.new_empty(span.numel) for span in mine]
         self._kept = [(span.start, part) for span, part in zip(mine, kept, strict=True)]
-        # Views are made while there is memory behind them; they outlive its release.
+        # Views are made while they have memory, and stay valid after its release.
         self.sends = [(s.shard, flat.narrow(0, s.start, s.numel)) for s in bucket.sends]
-        # What is copied into the buffer before it leaves, and from where.
+        # (view of the buffer, kept part) pairs to copy before the buffer leaves.
         views = [view for sender, view in self.sends if sender == shard]
         self.copies = [] if lasting else [*zip(views, kept, strict=True)]
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Store what is kept here of ``values``, the bucket's elements from ``start`` on."""
+        """Store the part kept here of ``values``, the bucket's elements from ``start`` on."""
         for first, kept in self._kept:
             low, high = max(start, first), min(start + len(values), first + len(kept))
             if low < high:
                 kept[low - first : high - first].copy_(values[low - start : high - start])
 
     def stored(self, start: int, numel: int) -> Tensor:
-        """The bucket's elements ``start .. start + numel``, which are kept here."""
+        """Return the bucket's elements ``start .. start + numel``, which are kept here."""
         for first, kept in self._kept:
             if first <= start and start + numel <= first + len(kept):
                 return kept.narrow(0, start - first, numel)
@@ -114,15 +114,15 @@ class WeightState(State):
 
     ::
 
-        state     parameters show  buffers have   what has happened           may become
-        FREED     what is kept     no memory      nothing, or all uses ended  LAUNCHED
-        LAUNCHED  what is kept     weights, soon  all-gathers were issued     IN_USE, FREED
-        IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
-        RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
-        HELD      the buffers      weights        the same                    FREED
+        state     parameters show  buffers have   reason                        may become
+        FREED     the kept part    no memory      never used, or all uses ended LAUNCHED
+        LAUNCHED  the kept part    weights, soon  all-gathers were issued       IN_USE, FREED
+        IN_USE    the buffers      weights        forward or backward runs      RECORDED, FREED
+        RECORDED  the buffers      weights        autograd recorded a use       HELD, FREED
+        HELD      the buffers      weights        the same                      FREED
 
-    In HELD nothing will announce the backward, so they stay until it is done. A layer in use may be
-    sent again into the same buffers; this changes no state.
+    In HELD no hook will announce the backward, so the weights stay until it is done. A layer in use
+    may be sent again into the same buffers; its state does not change.
     """
 
     FREED = "freed", "LAUNCHED"
@@ -134,23 +134,23 @@ class WeightState(State):
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
-    of an outermost container. The root's layer has what is in no other, and stays while it runs."""
+    """Modules whose weights travel together: by default a member of an outermost container, as for
+    `fully_shard`. The root's layer has the parameters in no other, and stays while it runs."""
 
     name: str
     parameters: tuple[int, ...]  # numbers, by registration; tied ones belong to the first layer
     is_root: bool
-    occurrences: int  # in the model
+    occurrences: int  # of its module in the model
     matrices: frozenset[int] = frozenset()
     state: WeightState = WeightState.FREED
     buckets: list[_WeightBuffer] = field(default_factory=list)
     weights: list[_Weight] = field(default_factory=list)
-    # What is kept here of what goes to the holders in other replicas, with the owner's replica.
+    # Kept parts to send to the holders in other replicas, with the replica of their owner.
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
     exchanges: list[list[Tensor]] = field(default_factory=list)  # see `_exchanges`
     copies: Copies = field(default_factory=lambda: Copies(()))  # into buffers before they leave
-    gathers: list[Work] = field(default_factory=list)  # to where weights are used, under way
-    publishing: list[Work] = field(default_factory=list)  # to the holders, under way
+    gathers: list[Work] = field(default_factory=list)  # pending, to where weights are used
+    publishing: list[Work] = field(default_factory=list)  # pending, to the holders
 
     @property
     def in_use(self) -> bool:
@@ -165,7 +165,7 @@ class Layer:
                 weight.tensor.data = weight.view
 
     def record(self, *, hold: bool) -> bool:
-        """Autograd has recorded a use; True for the first. ``hold``: until backward is done."""
+        """Note a use recorded by autograd; True for the first. ``hold``: until backward is done."""
         if first := self.state is WeightState.IN_USE:
             self.state = self.state.to(WeightState.RECORDED)
         if hold:
@@ -173,7 +173,7 @@ class Layer:
         return first
 
     def free(self) -> None:
-        """Show what is kept, and give the buffers' memory back."""
+        """Show the kept parts, and free the buffers' memory."""
         wait_all(self.gathers)
         if self.in_use:
             for weight in self.weights:
@@ -184,8 +184,8 @@ class Layer:
 
 
 def _exchanges(buckets: Sequence[_WeightBuffer], shards: int) -> list[list[Tensor]]:
-    """What travels in each all-gather of a layer, by shard coordinate, in the order of all ranks:
-    of every dtype, first the first span of each, then the second."""
+    """Return the contents of a layer's all-gathers, by shard coordinate, in the same order on all
+    ranks: for each dtype, first every coordinate's first span, then the second."""
     found = []
     for dtype in dict.fromkeys(bucket.buffer.flat.dtype for bucket in buckets):
         sends: list[list[Tensor]] = [[] for _ in range(shards)]
@@ -200,8 +200,8 @@ def _exchanges(buckets: Sequence[_WeightBuffer], shards: int) -> list[list[Tenso
 def layers_of(
     root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
 ) -> dict[nn.Module, Layer]:
-    """The layers with at least one parameter, in registration order, the root's first. ``chooses``
-    replaces the default choice of modules; ``index``: numbers of dedicated parameters by id."""
+    """Return layers with parameters in registration order, the root's first. ``chooses`` replaces
+    the default choice of modules; ``index`` has dedicated parameters' numbers by id."""
     if chooses is None:
         chosen = set(outermost_members(root)) - {root}
     else:
@@ -222,14 +222,14 @@ def layers_of(
     return found
 
 
-# ---- all of them -----------------------------------------------------------------------------
+# ---- the storage of a rank -------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Storage:
-    """The dedicated parameters on one rank, in ``layers`` in the order of their modules. When it is
-    made, or when the model has left the meta device, what this rank keeps goes into buckets, and
-    placeholders take the place of the others. ``parameters``, the planned ones, is kept up to date.
+    """The dedicated parameters on one rank, in ``layers`` in the order of their modules. At
+    construction, or when the model leaves the meta device, this rank's part goes into buckets, and
+    placeholders replace the rest. ``parameters``, the planned ones, is kept up to date.
     """
 
     slices: Slices
@@ -254,7 +254,7 @@ class Storage:
         if not self._on_meta:
             self._take_over()
             return
-        # Placeholders on the meta device, so that `to_empty` allocates what is kept here only.
+        # Placeholders on the meta device too, so that `to_empty` allocates only the kept part.
         for p in self.layer_of:
             spans = slices.spans(p, self._tensor)
             if spans and all(span.shard != self._shard for span in spans):
@@ -286,8 +286,8 @@ class Storage:
     # ---- the meta device, and frameworks that make new parameters ----------------------------
 
     def find_parameters(self) -> None:
-        """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
-        OwnershipError if a dedicated one has been replaced, or is still on the meta device."""
+        """Look up the current parameters, because `fully_shard` and `to_empty` make new ones.
+        OwnershipError if a dedicated one was replaced, or is still on the meta device."""
         if (model := self._model()) is None:
             return
         now = dict(trainable_parameters(model))
@@ -327,26 +327,26 @@ class Storage:
             self.publish(layer)
 
     def ready(self) -> None:
-        """Take over the weights at the latest now; OwnershipError on the meta device."""
+        """Take over the weights if that is pending; OwnershipError on the meta device."""
         if self._on_meta:
             self.find_parameters()
 
-    # ---- what is kept ------------------------------------------------------------------------
+    # ---- the kept parts ----------------------------------------------------------------------
 
     def casts(self, parameter: int) -> bool:
-        """Whether a parameter is used in another dtype than it is kept in."""
+        """Whether the dtype of a parameter differs between use and storage."""
         weight = self._weights[parameter]
         return weight.view.dtype is not weight.kept.dtype
 
     def weight_of(self, matrix: int) -> Tensor:
-        """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
+        """Return this rank's part of a matrix in its parameter's dims: a view of the kept part."""
         weight = self._weights[self._specs.matrices[matrix].parameter]
         start, box = self.slices.held(matrix, self._tensor)
         return weight.bucket.stored(weight.start + start, box.numel).view(box.shape)
 
     def check(self) -> None:
-        """Show again what is kept where weights were moved. OwnershipError if one has another
-        shape, dtype or device, or other values, which ranks without it cannot have received."""
+        """Show the kept parts again if weights were moved. OwnershipError if a weight has another
+        shape, dtype or device, or new values, which ranks without it cannot have received."""
         for p, weight in self._weights.items():
             data, kept = weight.tensor, weight.kept
             alike = data.dtype is kept.dtype and data.device == kept.device
@@ -364,11 +364,11 @@ class Storage:
                 )
             weight.show_kept()
 
-    # ---- what travels ------------------------------------------------------------------------
+    # ---- collectives -------------------------------------------------------------------------
 
     @torch.no_grad()
     def launch(self, layer: Layer, phase: str) -> None:
-        """Send the weights of a layer along the shards."""
+        """Launch the all-gathers of a layer's weights along the shards."""
         self.process_groups.meter.wait("scatter", layer.publishing)
         wait_all(layer.gathers)
         for bucket in layer.buckets:
@@ -392,7 +392,7 @@ class Storage:
                 layer.publishing.append(work)
 
     def wait_published(self) -> None:
-        """Wait until this rank has the owners' new values of what it holds."""
+        """Wait until this rank has the owners' new values of the weights that it holds."""
         for layer in self.layers:
             self.process_groups.meter.wait("scatter", layer.publishing)
 
@@ -400,8 +400,8 @@ class Storage:
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Whole weights (tensor-parallel slices) in the dtype in which they are kept; one that is
-        kept whole here is no copy. A collective call along shards."""
+        """Return whole weights (tensor-parallel slices) in their kept dtype; a weight kept whole
+        here is not copied. A collective call along shards."""
         found, works = [], []
         for p in parameters:
             weight = self._weights[p]
@@ -424,7 +424,7 @@ class Storage:
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the parameters of ``module`` are whole; a collective call, may be nested."""
+        """Make the parameters of ``module`` whole inside the context; collective, may be nested."""
         numbers = self._below(module)
         fresh = [p for p in numbers if not self._weights[p].readers]
         for p, values in zip(fresh, self._gather(fresh), strict=True):
@@ -440,7 +440,7 @@ class Storage:
                 weight.readers -= 1
                 if weight.readers:
                     continue
-                # After the last reader, what was written is stored where it is kept.
+                # After the last reader, store changes where the weight is kept.
                 written, weight.readable = weight.readable, None
                 if written is not None and not weight.bucket.is_keeper:
                     with torch.no_grad():
@@ -451,11 +451,11 @@ class Storage:
     # ---- state dicts -------------------------------------------------------------------------
 
     def is_read(self, parameter: int) -> bool:
-        """Whether it is inside `whole`."""
+        """Whether the parameter is inside `whole`."""
         return self._weights[parameter].readers > 0
 
     def kept_elsewhere(self, names: Mapping[str, int]) -> dict[str, int]:
-        """Those of the parameters that are not whole on this rank now; the same on all ranks."""
+        """Select parameters that are not whole on this rank now; the same on all ranks."""
         self.ready()
         is_alone = self.process_groups.weights.world == 1
         return {name: p for name, p in names.items() if not (is_alone or self.is_read(p))}
@@ -470,27 +470,27 @@ class Storage:
             )
 
     def saved(self, parameter: int) -> Tensor:
-        """A weight as rows on all ranks; a collective call."""
+        """Return a weight as rows on all ranks; a collective call."""
         spec = self._specs.parameters[parameter]
         keepers = self.slices.keepers(parameter, in_slices=True)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         return self.rows.spread(spec.shape, dtype, keepers, self._mine(keepers))
 
     def flaw(self, parameter: int, value: Any) -> str | None:
-        """Why this cannot be a whole weight, if so."""
+        """Return the reason why ``value`` cannot be this weight, whole, or None."""
         spec = self._specs.parameters[parameter]
         if isinstance(value, Tensor) and value.shape == spec.shape:
             return None
         if isinstance(value, Tensor) and not value.numel():
-            # torch's set_model_state_dict gives this for a key that is not in a full state.
+            # torch's set_model_state_dict passes this for a key missing from a full state.
             return f"Missing key {spec.name!r}: a placeholder was given in its place"
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
 
     def load(self, found: Mapping[int, Tensor], flaws: Sequence[str]) -> None:
-        """Keep whole weights, by parameter, in whatever form; a collective call. Nothing changes,
-        and this rank raises RuntimeError, if it has ``flaws``, ConsensusError if another one has,
-        or other parameters."""
+        """Store whole weights, of any form, by parameter; a collective call. Nothing changes if any
+        rank has ``flaws`` or other parameters: RuntimeError on a rank with flaws, ConsensusError
+        on others."""
 
         def check() -> list[str]:
             if flaws:

@@ -1,4 +1,4 @@
-"""How bytes move between ranks."""
+"""Collectives that move bytes between ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dmuon.types import ConsensusError, OwnershipError
 
 
 class Work:
-    """A collective under way; this one is done. ``wait`` blocks the host on CPU, the current stream
-    on CUDA."""
+    """A pending collective; this base class is complete. ``wait`` blocks the host on CPU, the
+    current stream on CUDA."""
 
     def wait(self) -> None: ...
 
@@ -36,7 +36,7 @@ Gathering = Literal["messages", "ring", "broadcasts"]
 
 
 def wait_all(works: list[Work]) -> None:
-    """Wait for these, and forget them."""
+    """Wait for all works, and clear the list."""
     for work in works:
         work.wait()
     works.clear()
@@ -46,12 +46,12 @@ class Transport:
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
-    their purpose. Object operations block. This one is of one rank, where each is the identity.
+    their purpose. Object operations block. This base class is for one rank, the identity.
     """
 
     rank = 0
     world = 1
-    failed = False  # a collective; ranks may no longer be at the same one
+    failed = False  # whether a collective has failed; ranks may then be at different ones
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         """Sum (or take the maximum of) ``tensor`` over the ranks, everywhere."""
@@ -62,10 +62,10 @@ class Transport:
         return Work()
 
     def all_gather(self, parts: Sequence[Tensor], *, tag: str, by: Gathering = "messages") -> Work:
-        """Copy ``parts[r]`` from rank r to every rank: `broadcast` from all of them at once. They
-        are 1-D, of one dtype, and of any sizes; one at least is not empty. ``by`` counts on gloo
-        alone, for parts of similar size: direct messages, or a ring that relays them; broadcasts
-        relay along trees and need no extra copy."""
+        """Copy ``parts[r]`` from rank r to every rank: a `broadcast` from each of them. Parts are
+        1-D, of one dtype and any sizes; at least one is not empty. ``by`` matters only on gloo, for
+        parts of similar size: direct messages, or a ring that relays them; broadcasts relay along
+        trees and need no extra copy."""
         return Work()
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
@@ -81,26 +81,26 @@ class Transport:
         return Work()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank."""
+        """Return ``value`` of every rank, by rank."""
         return [value]
 
     def broadcast_object(self, value: Any, src: int) -> Any:
-        """``value`` of rank ``src``, on every rank."""
+        """Return ``value`` of rank ``src``, on every rank."""
         return value
 
     def meet(self, call: str) -> None:
         """Wait until every rank has come to ``call``; OwnershipError if one does not."""
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """All ranks as a mesh of one axis; None where there is no other rank."""
+        """Return all ranks as a mesh of one axis; None if there is only one rank."""
         return None
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
-        """A transport over this rank's part of a partition of the ranks; a collective call."""
+        """Return a transport over this rank's part of a partition of the ranks; collective."""
         return self
 
     def close(self) -> None:
-        """Release what the transport made for itself."""
+        """Release all resources of the transport."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,44 +124,44 @@ class _Issued(Work):
         return all(work.is_completed() for work in self.works)
 
 
-_SMALL_SUM = 1 << 20  # bytes of all ranks
-# Up to so many bytes gloo reduces by messages, which are copied: its rings send more.
+_SMALL_SUM = 1 << 20  # bytes, of all ranks together
+# Up to this size reductions on gloo use messages, which need a copy but send less than its rings.
 _SMALL = 64 << 20
-# Backends that take tensors of different sizes in lists, and launch them together: torch groups
-# a broadcast, or a reduction, for each rank; NCCL leaves those of nothing out.
+# Backends that accept lists of tensors of different sizes and launch them together: torch groups
+# one broadcast, or reduction, per rank; NCCL skips empty ones.
 _GROUPING = ("nccl", "xccl")
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """Who moves the tensors of a device in a process group, such as "gloo"."""
+    """Return the backend for tensors of a device in a process group, such as "gloo"."""
     pairs = dist.get_backend_config(group).split(",")
     return dict(pair.split(":") for pair in pairs).get(device.type, "")
 
 
 _PLANNING = "planning, at dedicate_params or the first step, on all ranks"
-_PATIENCE_S = 1800.0  # for the last rank that comes to planning; torch's own for new groups
+_PATIENCE_S = 1800.0  # for the last rank to come to planning; torch's default for new groups
 
 _Key = tuple[tuple[int, ...], float | None]
 _Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
-# Groups over some of the ranks that are no longer in use, by (ranks, timeout). torch names such a
-# group after its ranks and the number of groups alive, and the store never forgets a name: a new
-# group under an old name finds old addresses. So they are kept and used again.
+# Unused groups over some of the ranks, by (ranks, timeout). torch names such a group after its
+# ranks and the number of live groups, and the store never forgets a name: a new group under an old
+# name would find old addresses. So groups are kept and reused.
 _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
-# Groups by name whose transports are gone, with their models, and were never closed; each with its
-# key in `_idle`, or None.
+# Groups, by name, whose transports were dropped with their models and never closed, with their key
+# in `_idle` or None.
 _dropped: dict[str, _Kept] = {}
 
 
 def splits_communicators() -> bool:
     """Whether torch makes a new group by splitting the communicator of all ranks, which all of them
-    join: NCCL where `init_process_group` got a ``device_id``."""
+    join: with NCCL if `init_process_group` got a ``device_id``."""
     is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
     return is_bound and dist.get_backend() != "gloo"
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long a collective of a group waits for a rank; None where the backend does not say. No
-    public name: there is `ProcessGroup.set_timeout`, and nothing that reads it."""
+    """Return how long a collective of a group waits for a rank; None if the backend does not say.
+    Reads private names, because `ProcessGroup.set_timeout` has no public counterpart."""
     with suppress(AttributeError, RuntimeError):
         assert group is not None
         found = [group._get_backend(d).options._timeout for d in group._device_types]
@@ -170,15 +170,15 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def _is_even(parts: Sequence[Tensor], most: float = math.inf) -> bool:
-    """Whether all parts are at most ``most`` bytes, and no rank's messages would take long."""
+    """Whether all parts have at most ``most`` bytes, and no rank's messages would take long."""
     sizes = [part.nbytes for part in parts]
     total, largest = sum(sizes), max(sizes)
     return largest < total <= most and (len(sizes) - 1) * largest <= 2 * total
 
 
 def _unequal(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """``parts`` in which not all sizes are equal, and what was cut off for that, an element of the
-    first: torch would send equal ones through another buffer as large as all of them."""
+    """Make the sizes of ``parts`` unequal, and return the element cut off the first part for that:
+    torch would send equal parts through another buffer as large as all of them."""
     first, *others = parts
     if any(part.numel() != first.numel() for part in others):
         return [*parts], []
@@ -187,9 +187,9 @@ def _unequal(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 class C10dTransport(Transport):
     """`torch.distributed` over a process group of its own: a rank that lacks a gradient issues a
-    bucket later than the others do, which must not cross with, say, the user's batch norm."""
+    bucket later than others do, and must not cross with, say, the user's batch norm."""
 
-    steps: ClassVar[int] = 0  # of the optimizer that stepped last; only errors name them
+    steps: ClassVar[int] = 0  # of the optimizer that stepped last, for error messages
 
     def __init__(
         self,
@@ -199,8 +199,8 @@ class C10dTransport(Transport):
         parent: dist.ProcessGroup | None = None,
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """A collective call of ``ranks``, or of all in ``partition``, of which they are a part.
-        ``parent``: a process group of all callers. OwnershipError where torch needs others too."""
+        """A collective call of ``ranks``, or of all ranks in ``partition``, which contains them.
+        ``parent``: a process group of all callers. OwnershipError if torch needs other ranks."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         parts = [[*ranks]] if partition is None else [list(part) for part in partition]
         callers = sum(map(len, parts))
@@ -223,7 +223,7 @@ class C10dTransport(Transport):
             if everyone:
                 group = dist.new_group(list(ranks), timeout=timeout)
             elif splits:
-                # One call, however many parts there are.
+                # One call for any number of parts.
                 group = dist.split_group(parent, numbers, timeout=timeout)
             elif not reused:
                 group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
@@ -232,16 +232,16 @@ class C10dTransport(Transport):
                 while known_groups and group is None:
                     group = known_groups.pop()()
                 if group is None:
-                    # A mesh over some of the ranks cannot ask the others to join in making it.
+                    # A mesh over some of the ranks cannot ask the other ranks to join.
                     group = dist.new_group(
                         list(ranks), timeout=timeout, use_local_synchronization=True
                     )
         assert group is not None, "a group that this rank is no member of"
-        # torch.distributed keeps the group. A reference here would keep its threads running after
-        # destroy_process_group(), until the interpreter's exit aborts them.
+        # torch.distributed keeps the group. A strong reference here would keep its threads running
+        # after destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
         self._kept: _Kept = (self._group, key if reused else None)
-        # Only noted, because ranks drop it at different times, perhaps amid other collectives.
+        # Only recorded, because ranks drop it at different times, perhaps amid other collectives.
         self._drop = weakref.finalize(self, _dropped.__setitem__, group.group_name, self._kept)
         self._drop.atexit = False
         self.rank = dist.get_rank(group)
@@ -269,7 +269,7 @@ class C10dTransport(Transport):
 
     @contextmanager
     def located(self, tag: str) -> Iterator[None]:
-        """An error raised inside says where this rank was, and what to do."""
+        """Say in errors raised inside where this rank was, and what to do."""
         try:
             if self.failed:
                 raise RuntimeError("one of its process group has failed before")
@@ -286,12 +286,12 @@ class C10dTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         if tensor.is_cpu and 0 < self.world * tensor.nbytes <= _SMALL_SUM:
-            # gloo takes 2 (world - 1) turns for it, one after the other, and this takes one.
+            # gloo would take 2 (world - 1) turns, one after the other, and this takes one.
             came, sent = tensor.new_empty((2, self.world, tensor.numel()))
             sent.copy_(tensor.view(-1))
             reduce: Callable[..., Tensor] = torch.amax if maximum else torch.sum
 
-            def finish() -> None:  # on every rank in the order of ranks
+            def finish() -> None:  # sums in the order of ranks, everywhere
                 tensor.copy_(reduce(came, 0).view(tensor.shape))
 
             return self._issue(tag, partial(dist.all_to_all_single, came, sent), finish=finish)
@@ -312,7 +312,7 @@ class C10dTransport(Transport):
             others = [r for r in range(self.world) if r != self.rank]
             numels = [part.numel() for part in parts]
             if by == "ring":
-                came = mine.new_zeros((self.world, max(numels)))  # one size for all
+                came = mine.new_zeros((self.world, max(numels)))  # rows of equal size
                 came[self.rank, : mine.numel()].copy_(mine)
                 exchange = partial(dist.all_gather, [*came], came[self.rank])
                 found = [came[r, : numels[r]] for r in others]
@@ -336,14 +336,14 @@ class C10dTransport(Transport):
             calls = [partial(dist.reduce, part, group_dst=0) for part in last]
             calls.append(partial(dist.reduce_scatter, listed[self.rank], listed))
         elif backend == "gloo" and _is_even(parts, _SMALL):
-            # Several times as fast as its reductions: who gets a sum adds up what the others send.
+            # Several times as fast as gloo's reductions: each rank adds up what the others send.
             sent = [part.numel() * (r != self.rank) for r, part in enumerate(parts)]
             came = mine.new_empty((self.world - 1, mine.numel()))
             splits = [mine.numel() * (r != self.rank) for r in range(self.world)], sent
             source = torch.cat([part for r, part in enumerate(parts) if r != self.rank])
             exchange = partial(dist.all_to_all_single, came.view(-1), source, *splits)
 
-            def finish() -> None:  # in the order of ranks, so that it rounds alike everywhere
+            def finish() -> None:  # in the order of ranks, so that rounding is the same everywhere
                 for other in came[1 : self.rank]:
                     came[0].add_(other)
                 for other in (*came[: min(self.rank, 1)], *came[self.rank :]):
@@ -373,8 +373,8 @@ class C10dTransport(Transport):
         return values[0]
 
     def begin(self, flaw: str | None) -> None:
-        """The first call, of all ranks: release groups whose models are gone on all of them.
-        OwnershipError if this rank has a flaw, ConsensusError if another one has."""
+        """Make the first call of all ranks: release groups whose models are gone on all of them.
+        OwnershipError if this rank has a flaw, ConsensusError if another rank has one."""
         with self.located(_PLANNING):
             found = self._met(self._timeout_s or _PATIENCE_S, flaw)
         if flaw is not None:
@@ -401,11 +401,11 @@ class C10dTransport(Transport):
             ) from error
 
     def _met(self, timeout_s: float | None, flaw: str | None = None) -> str | None:
-        """Wait for all ranks; returns a flaw that one of them came with. This goes through the
-        store: a collective that only some ranks issue could meet another one of the others, which
-        is no error but wrong data."""
+        """Wait for all ranks, and return a flaw that one of them reported. This uses the store,
+        because a collective that only some ranks issue could match another one of the others, and
+        give wrong data instead of an error."""
         store, mine = self.group.get_group_store(), f"dmuon: meetings of rank {self.rank}"
-        # Counted there, because a group may be used again, and its store never forgets.
+        # Counted in the store, because a group may be reused, and its store never forgets.
         key = f"dmuon: meeting {store.add(mine, 1)}"
         flaws = f"{key}: flaws"
         if flaw is not None:
@@ -417,7 +417,7 @@ class C10dTransport(Transport):
             timeout = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
             store.wait([f"{key} is complete"], *timeout)
         except RuntimeError:
-            with suppress(RuntimeError):  # the store may have died with the rank that kept it
+            with suppress(RuntimeError):  # the store may have died with its rank
                 store.add(key, -1)
                 store.add(mine, -1)
             raise
@@ -426,12 +426,12 @@ class C10dTransport(Transport):
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         if self.world == 1:
             return None
-        # Tensors outlive this transport, and torch remembers meshes: so on groups that stay.
+        # On groups that stay, because tensors outlive this transport, and torch remembers meshes.
         every = dist.group.WORLD if self.world == dist.get_world_size() else None
         return DeviceMesh.from_group(every or self.group, device.type)
 
     def end_planning(self) -> None:
-        """Wait no longer than the default group from now on, unless a timeout was given."""
+        """From now on wait no longer than the default group, unless a timeout was given."""
         group, asked = self.group, timeout_of(dist.group.WORLD)
         now = timeout_of(group)
         if self._timeout_s is None and asked is not None and now is not None and asked < now:
@@ -449,7 +449,7 @@ class C10dTransport(Transport):
 
 
 def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> None:
-    # The user may have torn down torch.distributed first, which destroys every group.
+    # The user may have shut down torch.distributed first, which destroys every group.
     if (group := reference()) is None or not dist.is_initialized():
         return
     if key is not None:
@@ -459,8 +459,8 @@ def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> Non
 
 
 class Meter(Counter[str]):
-    """Bytes that this rank handed to collectives, by tag. ``waits``: the times that it waited for
-    them, on ``device``, by purpose; whoever begins a step clears them."""
+    """Bytes that this rank passed to collectives, by tag. ``waits`` has the times that it waited
+    for them, on ``device``, by purpose; the caller that begins a step clears them."""
 
     device = torch.device("cpu")
 
@@ -469,7 +469,7 @@ class Meter(Counter[str]):
         self.waits: dict[str, Stopwatch] = {}
 
     def wait(self, purpose: str, works: list[Work]) -> None:
-        """`wait_all`, timed."""
+        """Call `wait_all`, timed."""
         if works:
             watch = self.waits.setdefault(purpose, Stopwatch(self.device))
             watch.start()
@@ -482,7 +482,7 @@ class Meter(Counter[str]):
 
 def connect(transport: Transport, device: torch.device, *, gathers: bool = False) -> None:
     """Run a first all-to-all, or all-gather, in an accelerator's process group; a collective call.
-    It connects ranks and waits for them: in a step two groups' could wait for each other."""
+    It connects ranks and waits for them: in a step, two groups could wait for each other."""
     if host_can_read(device) or transport.world == 1:
         return
     sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world
@@ -493,7 +493,7 @@ def connect(transport: Transport, device: torch.device, *, gathers: bool = False
 
 
 def side_stream(device: torch.device) -> SideStream | None:
-    """A side stream; None where waiting blocks the host, as with gloo, or nothing travels."""
+    """Return a side stream; None if waiting blocks the host, as with gloo, or nothing travels."""
     if not dist.is_initialized() or backend_of(device) == "gloo":
         return None
     return of(device).side_stream()
