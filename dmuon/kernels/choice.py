@@ -1,9 +1,9 @@
-"""Which form of Newton-Schulz and which products run where: the rule, and the candidates.
+"""The choice of form and products of Newton-Schulz: the rule, and candidates for measuring.
 
-The rule is a pure function of shape, dtype and `Speeds`: what products cost here. A process
-measures that once; ranks that work together use one `Speeds` (`common_choice`), and the fixed ones
-where nothing was measured. A choice by timing whole kernels is part of the plan instead. A backend
-that was asked for and cannot run is an error; nothing falls back by itself.
+The rule is a pure function of shape, dtype and `Speeds`, the cost of products here. A process
+measures that once; ranks that work together agree on one `Speeds` (`common_choice`), which is fixed
+where nothing was measured. Choices made by timing whole kernels are part of the plan instead. A
+requested backend that cannot run is an error; nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
 METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")
 _TINY_ROWS = 32  # up to here rounding may cost more than emulation
-_WORTH = 1.5  # candidates with more multiplications than this, against the fewest, cannot win
-_CAUTIOUS_FIRST = ("torch_rounded", "torch", "torch_strips")  # where ranks differ
-_SMALL = 512  # with fewer rows the number of operations counts too
+_WORTH = 1.5  # candidates with this many times the fewest multiplications cannot win
+_CAUTIOUS_FIRST = ("torch_rounded", "torch", "torch_strips")  # for ranks that differ
+_SMALL = 512  # with fewer rows the number of operations matters too
 
 Device = torch.device | str
 Segments = tuple[tuple[int, int], ...]
@@ -47,8 +47,8 @@ def _segments(restarts: Sequence[int], steps: int) -> Segments:
 
 
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
-    """The steps after which the Gram form goes back to X: of five steps (1, 3) in bfloat16, else
-    (2,). Segments are as long as is safe; the first is shorter, because a is largest there."""
+    """Return the steps after which the Gram form returns to X: of five steps (1, 3) in bfloat16,
+    else (2,). Segments are as long as is safe; the first is shorter, because a is largest there."""
     first, stride = (1, 2) if dtype is torch.bfloat16 else (2, 3)
     return tuple(range(first, steps, stride))
 
@@ -64,10 +64,10 @@ def _longest(dtype: torch.dtype, steps: int) -> int:
 
 
 def multiplications(m: int, n: int, restarts: Sequence[int], steps: int, symmetric: bool) -> int:
-    """Multiplications of one m x n matrix, m <= n, in units of m^2; symmetric products count half.
+    """Count multiplications of an m x n matrix, m <= n, in units of m^2; symmetric ones as half.
 
-    A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m. A
-    segment of one step is a standard one, 4n + 2m or 3n + m.
+    A segment of s steps takes 4n + (8s - 6)m, with symmetric products 3n + (4s - 3)m. A segment of
+    one step is a standard step, 4n + 2m or 3n + m.
     """
     wide, square = (3, 1) if symmetric else (4, 2)
     lengths = (high - low for low, high in _segments(restarts, steps))
@@ -75,8 +75,8 @@ def multiplications(m: int, n: int, restarts: Sequence[int], steps: int, symmetr
 
 
 class Speeds(NamedTuple):
-    """What products cost, for the rule: the ``backend`` of a device; the multiplications (as in
-    `multiplications`, times m^2) that take as long as calling a product does; the least rows of a
+    """The cost of products, for the rule: the ``backend`` of a device; the multiplications (as in
+    `multiplications`, times m^2) that take as long as a ``call`` of a product; the least rows of a
     ``strip`` that pays, see `ops.StripsOps`."""
 
     backend: str
@@ -85,7 +85,7 @@ class Speeds(NamedTuple):
 
 
 def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
-    """Return the `Speeds` used where nothing was measured: those of a CPU with AVX-512 BF16."""
+    """Return the `Speeds` used if nothing was measured: those of a CPU with AVX-512 BF16."""
     call, backend = 1.3e7 if dtype.itemsize <= 2 else 3e5, "torch"
     if devices.of(device).is_cpu:
         emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
@@ -96,9 +96,9 @@ def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
 def choose_method(
     m: int, n: int, dtype: torch.dtype, steps: int, speeds: Speeds | None = None
 ) -> str:
-    """The form that "auto" stands for in plans without measured kernels, and in `newton_schulz`.
+    """Return the form for "auto" in plans without measured kernels, and in `newton_schulz`.
 
-    The Gram form must save 5% of the cost, because at equal costs it measures 1 to 3% slower.
+    The Gram form must save 5% of the cost, because at equal cost it measures 1 to 3% slower.
     """
     m, n = min(m, n), max(m, n)
     if steps < 2:
@@ -109,7 +109,7 @@ def choose_method(
 
 
 def _cost(m: int, n: int, restarts: Sequence[int], steps: int, speeds: Speeds) -> float:
-    """Count multiplications, and calls of products as so many more."""
+    """Count multiplications, with calls of products converted to multiplications."""
     half, full = (multiplications(m, n, restarts, steps, is_half) for is_half in (True, False))
     count = ops.strips_in(m, speeds.strip) if speeds.backend == "torch_strips" else 1
     calls = 4 * steps - len(_segments(restarts, steps))
@@ -117,7 +117,7 @@ def _cost(m: int, n: int, restarts: Sequence[int], steps: int, speeds: Speeds) -
 
 
 def restarts_of(method: object) -> tuple[int, ...] | None:
-    """The restarts that a Gram form names; None for one of `METHODS`, ValueError for anything else.
+    """Return the restarts of a Gram form; None for one of `METHODS`, ValueError for other text.
 
     >>> restarts_of("gram[1,3]")
     (1, 3)
@@ -137,8 +137,8 @@ def common_choice(
     """Return one Newton-Schulz dtype and one `Speeds` for ranks that found these.
 
     Updates travel in the dtype, and replicas of a shard take block steps on their own and need the
-    same bits. Where dtypes differ, it is float32; where backends differ, emulated products; else
-    what favours plain products most.
+    same bits. If dtypes differ, the dtype is float32; if backends differ, products are emulated;
+    otherwise plain products are favoured the most.
 
     >>> one, other = Speeds("torch_strips", 3e5, 128), Speeds("torch_strips", 2e5, 256)
     >>> common_choice({(torch.float32, one), (torch.float32, other)}, "cpu")
@@ -159,7 +159,7 @@ def offered_backends(
     """Return the backends worth measuring for matrices with ``rows`` rows (the short side)."""
     if devices.of(device).is_cpu:
         default, _, strip = speeds or fixed_speeds(device, dtype)
-        # Emulated products take 40 times as long, but tiny ones; small strips are "torch".
+        # Emulated products take 40 times as long, except tiny ones; small strips are "torch".
         is_rounded = default == "torch_rounded"
         torch_pays = rows <= _TINY_ROWS if is_rounded else ops.strips_in(rows, strip) > 1
         return (default, "torch") if torch_pays else (default,)
@@ -170,8 +170,8 @@ def offered_backends(
 def offered_tiles(
     backend: str, device: Device, dtype: torch.dtype, m: int = 0, n: int = 0
 ) -> tuple[str, ...]:
-    """The tile configurations of a backend that are worth measuring, for m x n matrices where they
-    are given; ("",) if it has none."""
+    """Return the tile configurations of a backend that are worth measuring, for m x n matrices if
+    given; ("",) if it has none."""
     if backend != "triton":
         return ("",)
     from dmuon.kernels.triton_syrk import tiles_for
@@ -201,7 +201,7 @@ def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> 
         return why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
-    except Exception as error:  # of its libraries, its compiler, the driver
+    except Exception as error:  # from its libraries, its compiler or the driver
         return f"Triton does not work here ({described(error)})"
 
 
@@ -217,15 +217,15 @@ def _check_backend(backend: str, device: Device, dtype: torch.dtype, rows: int) 
 
 @lru_cache(maxsize=1024)
 def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
-    """The products of a choice for matrices with ``rows`` rows (the short side). ValueError with
-    the reason where it cannot run."""
+    """Return the products of a choice for matrices with ``rows`` rows (the short side). ValueError,
+    with the reason, if it cannot run."""
     dtype: torch.dtype = getattr(torch, choice.dtype)
     _check_backend(choice.backend, device, dtype, rows)
     if choice.backend == "torch_rounded":
         return ops.RoundedOps(dtype)
     if choice.backend == "torch_strips":
         strip = int(choice.tile or LEAST_STRIP)
-        # Without strips, asking at each product costs tiny matrices a tenth of their time.
+        # Without strips, checking at each product costs tiny matrices a tenth of their time.
         return ops.StripsOps(strip) if ops.strips_in(rows, strip) > 1 else MatmulOps()
     if choice.backend == "triton":
         from dmuon.kernels.triton_syrk import parse_tile, symm_mm
@@ -240,7 +240,7 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
 
 
 def backend_version(device: Device) -> str:
-    """Name what decides, beside torch, how fast and how exact a device's backends are."""
+    """Name the versions, besides torch's, that decide a device's speed and rounding."""
     if not devices.of(device).has_triton:
         return "torch"
     try:
@@ -257,9 +257,9 @@ def fixed_choice(
     m: int, n: int, dtype: torch.dtype, device: Device, steps: int, method: str = "auto",
     backend: str = "auto", speeds: Speeds | None = None,
 ) -> KernelChoice:  # fmt: skip
-    """The rule's choice for ``speeds`` (None: the fixed ones), as far as nothing else is given.
-    ValueError for an unknown method or backend, for one that cannot run on this device, and for
-    restarts with which this dtype diverges."""
+    """Return the rule's choice for ``speeds`` (None: fixed) within ``method`` and ``backend``.
+    ValueError for unknown ones, for a backend that cannot run on this device, and for restarts with
+    which this dtype diverges."""
     restarts, safe = restarts_of(method), default_restarts(dtype, steps)
     if restarts is not None and not is_safe(restarts, dtype, steps):
         raise ValueError(
@@ -286,8 +286,8 @@ def candidates(
     m: int, n: int, dtype: torch.dtype, device: Device, steps: int, method: str = "auto",
     backend: str = "auto", speeds: Speeds | None = None,
 ) -> tuple[KernelChoice, ...]:  # fmt: skip
-    """The choices that are worth measuring for m x n matrices, the rule's first: safe forms that
-    do not have clearly more to multiply, with each backend and tile of the device. Errors as of
+    """Return the choices worth measuring for m x n matrices, the rule's first: safe forms that do
+    not need clearly more multiplications, with each backend and tile of the device. Errors as in
     `fixed_choice`."""
     m, n = min(m, n), max(m, n)
     fixed = fixed_choice(m, n, dtype, device, steps, method, backend, speeds)
@@ -310,22 +310,22 @@ def candidates(
     return tuple(dict.fromkeys(found))
 
 
-# ---- what products cost here -----------------------------------------------------------------
+# ---- measured speeds -------------------------------------------------------------------------
 
-_SIDES = (256, 512, 1024)  # of the products that are timed
-_SMALL_SIDE = 64  # of one whose call counts; smaller ones may take a way of their own
+_SIDES = (256, 512, 1024)  # of the timed products
+_SMALL_SIDE = 64  # of a product dominated by its call; smaller ones may take a path of their own
 _ROUNDS = 5
 _KEPT_BYTES = 1 << 24
-_CLEARLY = 0.95  # of the time of plain products: noise does not decide
+_CLEARLY = 0.95  # of the time of plain products, so that noise does not decide
 _seconds: dict[tuple[torch.dtype, int, int], tuple[float, float, float]] = {}
 _speeds: dict[tuple[Device, torch.dtype, int, int], Speeds] = {}
 
 
 def measured_speeds(device: Device, dtype: torch.dtype, rows: int) -> Speeds:
-    """What this process measures of a CPU, once for each dtype and number of threads. Products of
-    up to ``rows`` x ``rows`` are timed from small to large until two strips win, because then
-    strips of as many rows win in larger ones. Fixed `Speeds` of other devices, where products are
-    emulated, and in a compiled graph."""
+    """Measure a CPU, once per process for each dtype and number of threads. Products of up to
+    ``rows`` x ``rows`` are timed from small to large until two strips win, because then strips of
+    that height win in larger ones too. Return fixed `Speeds` for other devices, emulated products,
+    and in a compiled graph."""
     if torch.compiler.is_compiling():
         return fixed_speeds(device, dtype)
     key = device, dtype, rows, torch.get_num_threads()
@@ -344,7 +344,7 @@ def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
             _seconds[key] = undisturbed(partial(_product_seconds, dtype, side))
         small, whole, strips = _seconds[key]
         if side == _SIDES[0]:
-            # Both are a call, and work that grows with the third power of the side.
+            # Both consist of a call, and of work that grows with the third power of the side.
             work = max(whole - small, 1e-9) / (1 - (_SMALL_SIDE / side) ** 3)
             call = max(whole / work - 1, 0.0) * 2 * side**3
         if side > rows:  # too small for strips
@@ -358,9 +358,9 @@ def _measured(fixed: Speeds, dtype: torch.dtype, rows: int) -> Speeds:
 
 @torch.no_grad()
 def _product_seconds(dtype: torch.dtype, side: int) -> tuple[float, float, float]:
-    """The shortest times of a small product, of one of side x side, and of that in two strips; in
-    turns, so that a slow moment of the machine spoils a number of each."""
-    # Freed at once: malloc keeps blocks of this size from then on, as it does in training.
+    """Return the shortest times of a small product, one of side x side, and the latter in two
+    strips; timed in turns, so that a slow moment of the machine spoils one number of each."""
+    # Freed at once, so that malloc keeps blocks of this size from then on, as in training.
     torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
     whole, strips = MatmulOps(), ops.StripsOps(side // 2)
     runs = []

@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalization: `U S V^T -> about U V^T` by matrix products alone.
+"""Newton-Schulz orthogonalization, `U S V^T -> about U V^T`, by matrix products alone.
 
 One step applies an odd quintic to every singular value: `X <- aX + (bA + cA^2)X` with `A = X X^T`
 (https://kellerjordan.github.io/posts/muon/). The Gram form evaluates the same polynomial in m x m
@@ -28,7 +28,7 @@ from dmuon.tensors import normalize
 from dmuon.types import BackendName, CoefficientSet, DtypeName, Triple
 
 KERNEL_VERSION = 9
-"""Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
+"""Raise this when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -46,7 +46,7 @@ _PUBLISHED: tuple[Triple, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-# p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval. Not so the
+# p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval; except the
 # last triple, which repeats and has to converge to 1.
 _SCALED = tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _PUBLISHED[:-1])
 
@@ -69,14 +69,14 @@ COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
         "simple": ((2.0, -1.5, 0.5),),
     }
 )
-"""One triple per step; fewer steps than triples take the first ones, more repeat the last."""
+"""One triple per step; fewer steps take the first triples, more steps repeat the last."""
 
 
 def resolve_coefficients(
     coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
 ) -> tuple[Triple, ...]:
-    """Exactly `steps` triples `(a, b, c)`, from the name of one of `COEFFICIENT_SETS`, from one
-    triple for every step, or from one triple per step.
+    """Return exactly `steps` triples `(a, b, c)` for a name in `COEFFICIENT_SETS`, one triple for
+    every step, or one triple per step.
 
     Raises ValueError for an unknown name, a malformed triple, a list of another length, or `steps`
     that is not an integer >= 0.
@@ -128,17 +128,17 @@ def iterate(
     segments: Segments,
     ops: MatmulOps,
 ) -> Tensor:
-    """`aX + (bA + cA^2)X`, `A = X X^T`, once per triple; the result is in `x` or `spare`.
+    """Compute `aX + (bA + cA^2)X`, `A = X X^T`, once per triple; returns `x` or `spare`.
 
     A *segment* is the steps between two restarts. A segment of one step is a standard step. A
-    longer one carries `R = X X^T` and the product Q in m x m space and touches X at its ends. So
-    the standard iteration is the one with a restart after every step.
+    longer one carries `R = X X^T` and the product Q in m x m space and touches X only at its ends.
+    So the standard iteration has a restart after every step.
 
     A tall matrix is multiplied from the right, `R = X^T X` and `X Q`: the same polynomial, because
     the m x m factors are symmetric. So matrices stay contiguous as they are stored.
 
     `x` and `spare` are ``[m, n]`` or ``[b, m, n]``. ``squares`` are two tensors m x m for the short
-    side m, or four where a segment has several steps. All are overwritten.
+    side m, or four if a segment has several steps. All are overwritten.
     """
     is_tall = x.shape[-2] != squares[0].shape[-1]
     xt, spare_t = x.mT, spare.mT
@@ -158,10 +158,10 @@ def iterate(
 
 
 def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> Tensor:
-    """Q = P_s ... P_1 of R_1 = X X^T, which the first square holds.
+    """Compute Q = P_s ... P_1 from R_1 = X X^T, which the first square holds.
 
-    P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
-    are symmetric and commute. P is never formed (but for the first factor of Q): in half precision
+    P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all are polynomials in X X^T, so they are
+    symmetric and commute. P is never formed (except as the first factor of Q): in half precision
     adding a to Z's diagonal doubles the error.
     """
     r, z, q, t = squares
@@ -186,14 +186,14 @@ def prepared(
     *,
     one_by_one: bool = False,
 ) -> Callable[[], Tensor]:
-    """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once. Run it for each
-    new batch, without recording gradients and outside of autocast.
+    """Prepare Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once. Run the
+    result for each new batch, without recording gradients and outside autocast.
 
     `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten. The result is
-    in it or beside it, at the same place in every run. Nothing depends on values, so a run can be
+    in it or beside it, at the same address in every run. Nothing depends on values, so a run can be
     captured in a graph. ``one_by_one``: matrices use the same aligned memory one after the other,
-    because some libraries round depending on the batch and the address. Raises ValueError unless
-    `x` is contiguous.
+    because some libraries round depending on batch and address. Raises ValueError unless `x` is
+    contiguous.
     """
     if not x.is_contiguous():
         raise ValueError(
@@ -245,7 +245,7 @@ def is_plain(ops: MatmulOps, segments: Segments, steps: int) -> bool:
 def _standard(
     x: Tensor, spare: Tensor, squares: Sequence[Tensor], coefficients: Sequence[Triple]
 ) -> Tensor:
-    """`iterate` in the standard form over `MatmulOps`, a twentieth faster for small matrices."""
+    """Run `iterate` in the standard form over `MatmulOps`; 5% faster for small matrices."""
     is_tall = x.shape[-2] != squares[0].shape[-1]
     multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
     r, p = squares
@@ -258,13 +258,13 @@ def _standard(
     return x
 
 
-# ---- before the iteration --------------------------------------------------------------------
+# ---- dtype -----------------------------------------------------------------------------------
 
 
 def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> torch.dtype:
-    """The dtype that the iteration runs in: "auto" is `Device.ns_dtype`.
+    """Return the dtype of the iteration: "auto" is `Device.ns_dtype`.
 
-    Raises ValueError unless it is "auto" or a real floating-point dtype, also as text.
+    Raises ValueError unless it is "auto" or a real floating-point dtype, or the name of one.
     """
     if dtype == "auto":
         return devices.of(device).ns_dtype()
@@ -291,21 +291,21 @@ def newton_schulz(
     eps: float = 1e-7,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Orthogonalize every matrix of `x`, `[..., m, n]`; the same shape, in the Newton-Schulz dtype.
+    """Orthogonalize every matrix of `x`, `[..., m, n]`; return the same shape in `dtype`.
 
     Each matrix is divided by `max(||x||_F, eps)`, as torch.optim.Muon does: one whose norm is below
     `eps` comes out smaller than orthogonal. A zero matrix gives zeros, a matrix with an inf or a
     nan gives nan, and neither affects the others. `x` is not changed and no gradient is recorded.
 
-    steps: iterations, always as many as asked for; 0 returns the normalized matrix.
+    steps: iterations, always exactly as many; 0 returns the normalized matrix.
     coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple per step.
     method: "standard", "gram", a Gram form with its restarts such as "gram[2]", or "auto", see
-        `choose_method`. What "auto" takes on a CPU depends on what this process measures.
-    dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
+        `choose_method`. On a CPU "auto" depends on measurements in this process.
+    dtype: the dtype of the iteration, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
     backend: the products, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
 
     Raises TypeError for anything but a dense real floating-point tensor, ValueError for other
-    mistakes, also for a backend that cannot run on this device, or restarts with which the
+    mistakes, including a backend that cannot run on this device and restarts with which the
     iteration diverges in this dtype.
     """
     _check_input(x)
@@ -322,11 +322,11 @@ def newton_schulz(
     device, how = x.device, (str(method), str(backend))
     speeds = measured_speeds(device, ns_dtype, min(rows, cols)) if "auto" in how else None
     segments, ops = _chosen(rows, cols, ns_dtype, device, steps, *how, speeds)
-    # Results of a tensor without gradients have none, which costs less than leaving grad mode.
+    # Detaching records no gradient, and costs less than leaving grad mode.
     y = normalize(x.detach() if x.requires_grad else x, ns_dtype, eps)
     if not triples or not y.numel():
         return y
-    # A transposed view is computed as it is stored.
+    # A transposed view is computed in its stored orientation.
     is_view = not y.is_contiguous() and y.mT.is_contiguous()
     stored = y.mT if is_view else y.contiguous()
 
@@ -370,7 +370,7 @@ def _check_input(x: object) -> None:
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Leave autocast, which would change the dtype of the products."""
     kind = device.type
-    # Entering a region costs as much as ten small products, so only where there is one to leave.
+    # Entering a region costs as much as ten small products, so enter only to leave another.
     is_known = kind == "cpu" or torch.amp.is_autocast_available(kind)
     if is_known and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -1,9 +1,9 @@
-"""The matrix products that Newton-Schulz is written over, one class per backend.
+"""The matrix products that Newton-Schulz consists of, one class per backend.
 
 Operands are one matrix ``[m, k]`` or a batch ``[b, m, k]``, of one dtype and on one device,
-contiguous or the transpose of what is. Results are written to ``out``, so a step allocates nothing.
-``out`` is contiguous, because otherwise a batched product in half precision on a CPU takes a path
-that is hundreds of times slower.
+contiguous or transposed from a contiguous tensor. Results are written to ``out``, so a step
+allocates nothing. ``out`` is contiguous, because otherwise a batched half-precision product on a
+CPU takes a path that is hundreds of times slower.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from dmuon.types import Triple
 
-LEAST_STRIP = 256  # rows, where nothing was measured
+LEAST_STRIP = 256  # rows, unless measured
 MAX_STRIPS = 4
 
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Gives memory of a shape and dtype."""
+"""Provides memory of a shape and dtype."""
 Whole = Callable[[Tensor, Sequence[Triple], Sequence[int]], Callable[[], None]]
-"""From matrices, coefficients and restarts: a function that runs the iteration."""
+"""Takes matrices, coefficients and restarts, and returns a function that runs the iteration."""
 
 
 class MatmulOps:
     """``torch``: plain products on any device, and the interface of the other backends.
 
-    ``held``: the dtype in which matrices are kept between products, None for their own.
+    ``held``: the dtype that holds matrices between products, None for their own.
     ``batch_rows``: the largest m for which a batched call beats one call per matrix, None for any.
     """
 
@@ -47,7 +47,7 @@ class MatmulOps:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no operand's memory."""
+        """Compute ``alpha * a @ b + beta * c``, or ``a @ b``; ``out`` has its own memory."""
         is_matrix = out.ndim == 2
         if c is None:
             (torch.mm if is_matrix else torch.bmm)(a, b, out=out)
@@ -56,21 +56,21 @@ class MatmulOps:
             add(c, a, b, beta=beta, alpha=alpha, out=out)
 
     symmetric = general
-    """The same for a product that is known to be symmetric, so that one triangle is enough."""
+    """The same for a product known to be symmetric, so that one triangle is enough."""
 
     def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
-        """``out = x @ x^T``."""
+        """Compute ``out = x @ x^T``."""
         self.symmetric(x, xt, out=out)
 
     def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
-        """``r = (r @ p) @ p`` with ``p = z + beta I``, all symmetric and commuting."""
+        """Compute ``r = (r @ p) @ p`` with ``p = z + beta I``, all symmetric and commuting."""
         self.symmetric(r, z, r, out=spare, beta=beta)
         self.symmetric(spare, z, spare, out=r, beta=beta)
 
     def shifted(
         self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **factors: Any
     ) -> None:
-        """`symmetric` of a, b, c into ``plain``, and with ``diag`` on its diagonal into ``out``."""
+        """Run `symmetric` into ``plain``, and add ``diag`` to its diagonal in ``out``."""
         self.symmetric(*operands, out=plain, **factors)
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
 
@@ -79,13 +79,13 @@ class MatmulOps:
         return 0
 
     whole: Whole | None = None
-    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None: by products."""
+    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place, if a backend can."""
 
 
 class StripsOps(MatmulOps):
     """``torch_strips``, on a CPU: symmetric products compute the lower block triangle in s strips,
-    (s + 1) / 2s of the multiplications, and mirror it, where there are two strips of at least
-    ``strip`` rows. Batches of these gain nothing.
+    with (s + 1) / 2s of the multiplications, and mirror it, if there are two strips of at least
+    ``strip`` rows. Batching such products gains nothing.
     """
 
     def __init__(self, strip: int = LEAST_STRIP) -> None:
@@ -96,7 +96,7 @@ class StripsOps(MatmulOps):
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
     ) -> None:
         # Strips of a transposed operand are not contiguous, and in half precision torch copies such
-        # an operand before it multiplies, which costs more than the strips save.
+        # an operand before it multiplies, which costs more than strips save.
         scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
         count = strips_in(out.shape[-1], self._strip)
         if count == 1 or scattered:
@@ -117,14 +117,14 @@ class StripsOps(MatmulOps):
         return 2 * (m - high) * high * itemsize
 
     def mirror(self, out: Tensor, strips: Sequence[tuple[int, int]]) -> None:
-        """Fill the blocks above the diagonal from those below."""
+        """Fill the blocks above the diagonal from the blocks below."""
         for low, high in strips[:-1]:
-            # Of contiguous blocks torch transposes tile by tile, two to three times as fast.
+            # torch transposes contiguous blocks by tiles, two to three times as fast.
             out[low:high, high:].copy_(out[high:, low:high].contiguous().mT.contiguous())
 
 
 def strips_in(rows: int, strip: int) -> int:
-    """Return the number of strips of a symmetric product; 1 means that it is computed whole.
+    """Return the number of strips of a symmetric product; 1 means a plain product.
 
     >>> [strips_in(rows, 256) for rows in (511, 512, 1024, 4096)]
     [1, 2, 4, 4]
@@ -142,8 +142,8 @@ def _strips(rows: int, count: int) -> list[tuple[int, int]]:
 
 
 class RoundedOps(StripsOps):
-    """``torch_rounded``: products in float32, each result rounded to ``dtype``, as a half-precision
-    unit computes. For CPUs without one, where torch's emulation takes 10 to 100 times as long."""
+    """``torch_rounded``: float32 products, each result rounded to ``dtype`` as by a half-precision
+    unit. For CPUs without such a unit, where torch's emulation takes 10 to 100 times as long."""
 
     held = torch.float32
 
@@ -165,11 +165,11 @@ class RoundedOps(StripsOps):
 
 
 class TritonOps(MatmulOps):
-    """``triton``: symmetric products by triangles of tiles, see `triton_syrk.symm_mm`; by torch
-    where a size is no multiple of 16, which the kernel would copy element by element.
+    """``triton``: symmetric products by triangles of tiles, see `triton_syrk.symm_mm`; by torch if
+    a size is no multiple of 16, which the kernel would copy element by element.
 
-    Factors of m x m are symmetric: the second one is passed as its own transpose, whose columns
-    lie together, as tensor cores have it best.
+    Factors of m x m are symmetric: the second one is passed as its own transpose, with contiguous
+    columns, which suits tensor cores best.
     """
 
     def __init__(self, multiply: Callable[..., None]) -> None:
@@ -188,7 +188,7 @@ class TritonOps(MatmulOps):
 
 
 def is_even(*sizes: int) -> bool:
-    """Return whether Triton's products take matrices of these sizes."""
+    """Return whether Triton's products accept matrices of these sizes."""
     return not any(size % 16 for size in sizes)
 
 

@@ -1,6 +1,6 @@
-"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs.
+"""Newton-Schulz in an optimizer: planned choices, one workspace, graphs.
 
-reserve   once: the workspace, and every planned call prepared in it
+reserve   once: allocates the workspace, and prepares every planned call in it
 step      operand -> (the caller writes it) -> run -> result, valid until the next run
 """
 
@@ -29,13 +29,13 @@ from dmuon.types import KernelChoice, Triple, warn
 Shape = tuple[int, int, int]  # matrices, rows, cols
 
 _ALIGNMENT = 256
-_OTHERS = 128  # calls that were not planned and are kept nevertheless
+_OTHERS = 128  # unplanned calls that are kept as well
 _SMALL = 1 << 15  # elements
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel``: as planned, "" for the rule's; ``eps``: of `normalize_`."""
+    """A batch of one shape. ``kernel``: planned, or "" for the rule's; ``eps``: see `normalize_`."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]
@@ -44,8 +44,8 @@ class Call:
 
 
 def _range(shape: Shape) -> AbstractContextManager[object]:
-    """What a profiler sees of a call. A range costs some microseconds without a profiler too, which
-    is too much for small ones."""
+    """Return the profiler range of a call. A range costs some microseconds even without a profiler,
+    which is too much for small calls."""
     if prod(shape) < _SMALL:
         return nullcontext()
     b, m, n = shape
@@ -53,8 +53,8 @@ def _range(shape: Shape) -> AbstractContextManager[object]:
 
 
 class _Memory:
-    """Hands out a piece of memory from its beginning; without one it only counts. ``taken`` is the
-    bytes asked for, also beyond its end, where memory is allocated."""
+    """Hands out pieces of memory in order; without memory it only counts. ``taken`` has the bytes
+    requested, including those beyond the end, which are allocated separately."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         if memory is None:
@@ -76,7 +76,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Prepared:
-    """A call whose memory is fixed. ``result`` is known once it ran; then it may be captured."""
+    """A call with fixed memory. Its ``result`` is set by the first run; then it may be captured."""
 
     x: Tensor
     kernel: str
@@ -91,13 +91,13 @@ class _Prepared:
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    ``dtype`` is the Newton-Schulz dtype; ``speeds`` (None: the fixed ones) decide where neither the
-    call nor the options do, and are those of all ranks. A planned choice for another dtype, or that
-    would diverge over the steps of a call, gives way to the rule; `report` says what ran.
+    ``dtype`` is the Newton-Schulz dtype; ``speeds`` (None: the fixed ones), equal on all ranks,
+    decide where neither the call nor the options do. A planned choice for another dtype, or that
+    would diverge over a call's steps, gives way to the rule; `report` lists the kernels that ran.
 
-    A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
-    captured as a graph the second time, and replayed from then on. Capturing waits for the device,
-    so `reserve` can do both. If ``capture`` (by default `Device.graphs`) fails there is one
+    A planned call runs eagerly the first time (which compiles kernels and sets up libraries), is
+    captured as a graph the second time, and is replayed from then on. Capturing waits for the
+    device, so `reserve` can do both. If ``capture`` (by default `Device.graphs`) fails there is one
     warning, and all calls run eagerly. A copy has its own workspace and no graphs yet.
     """
 
@@ -112,11 +112,11 @@ class Orthogonalizer:
             self.capture = devices.of(self.device).graphs()
         self._failure = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        # By call and the id of its operand, which is kept with it; None: the call's own operand.
+        # Keys are calls with the id of a kept operand; None: the call's own operand.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
-        self.temporary_bytes = 0  # the most that a product allocates for a moment
+        self.temporary_bytes = 0  # the most that a product allocates temporarily
         self._most = _OTHERS
         self._ran: dict[Shape, dict[str, None]] = {}
 
@@ -131,11 +131,11 @@ class Orthogonalizer:
         *,
         capture: bool = False,
     ) -> None:
-        """Allocate a workspace for these calls, and prepare them; ``capture`` overwrites tensors.
+        """Allocate a workspace for calls and prepare them; ``capture`` overwrites their tensors.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
-        cols]``, the same at each step. Nothing that was prepared before is valid afterwards.
-        ValueError where a choice cannot run.
+        cols]``, the same at each step. Calls prepared before are no longer valid. ValueError if a
+        choice cannot run.
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
@@ -147,7 +147,7 @@ class Orthogonalizer:
         self._planned = {call.shape for call, _ in planned}
         self._most = 8 * len(planned) + _OTHERS
         self._ran = {}
-        if isinstance(self.capture, CudaGraphs):  # those of before are gone, and so is their pool
+        if isinstance(self.capture, CudaGraphs):  # earlier graphs are gone, and so is their pool
             self.capture = CudaGraphs(self.device)
         found = [self._prepare(call, x) for call, x in planned]
         with no_autocast(self.device):
@@ -161,8 +161,8 @@ class Orthogonalizer:
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:
-        """The result of a call on ``x``, its `operand` or a contiguous tensor like it, which is
-        overwritten; valid until the next run. ValueError unless ``x`` has the shape of the call."""
+        """Return the result of a call on ``x``, its `operand` or a similar contiguous tensor, which
+        is overwritten; valid until the next run. ValueError if the shapes differ."""
         found = self._prepared.get((call, id(x))) or self._prepare(call, x)
         self._ran.setdefault(call.shape, {})[found.kernel] = None
         with found.range, no_autocast(self.device):
@@ -180,7 +180,7 @@ class Orthogonalizer:
     def _recorded(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object] | None:
         try:
             return capture(run)
-        except Exception as error:  # any kind: the driver's, the allocator's, of torch without CUDA
+        except Exception as error:  # of any kind: driver, allocator, torch without CUDA
             self.capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
             warn(
@@ -231,8 +231,8 @@ class Orthogonalizer:
         return normalize_and_run
 
     def choice(self, call: Call) -> KernelChoice:
-        """The choice that runs a call; ValueError where the options ask for what cannot run
-        here."""
+        """Return the choice that runs a call; ValueError if the options ask for one that cannot
+        run here."""
         steps = len(call.coefficients)
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)

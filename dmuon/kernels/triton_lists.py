@@ -1,14 +1,14 @@
 """The elementwise work around Newton-Schulz, in single passes over lists of tensors.
 
-    norms     reads momentum and gradients: the norms of operands; nothing is changed yet
-    advance   reads them again: momentum in place, and scaled operands to where they leave from
-    update    weights in place, with their masters
-    copy      parts of matrices, one side of which may be transposed
+    norms     reads momentum and gradients for the norms of operands; changes nothing
+    advance   reads them again; writes momentum in place and scaled operands to send buffers
+    update    writes weights in place, with their masters
+    copy      copies parts of matrices, one side of which may be transposed
 
 A launch takes all tensors of the same dtypes, from a table of their addresses in the memory of the
-device. A tensor is contiguous, so it is a vector; program ``p`` of the ``parts`` of a tensor does
-its tiles p, p + parts, ... A mask ``stays`` is bool, one for each tensor or 0-d for all: what stays
-is neither read nor written.
+device. Tensors are contiguous, so each is a vector; program ``p`` of the ``parts`` of a tensor does
+its tiles p, p + parts, ... A mask ``stays`` is bool, one per tensor or 0-d for all: tensors that
+stay are neither read nor written.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dmuon.tensors import Tensors
 from dmuon.types import grouped
 
 _TILE = 2048  # elements that a program takes at a time
-_NORM_TILE = 1024  # where it adds up as many in float64
-_BLOCK = 64  # rows and columns of a tile that is copied
+_NORM_TILE = 1024  # the same for sums in float64
+_BLOCK = 64  # rows and columns of a copied tile
 _WARPS = 4
-_TILES = 16  # of the largest tensor that a program takes, while there are few programs
-_MAX_PARTS = 1024  # of a tensor
-_TABLES = 1024  # that are kept; each has a few numbers for a tensor
+_TILES = 16  # of the largest tensor per program, as long as there are few programs
+_MAX_PARTS = 1024  # per tensor
+_TABLES = 1024  # kept tables; each has a few numbers per tensor
 
 Rows = tuple[tuple[int, ...], ...]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -60,7 +60,7 @@ def _pointer(table_ptr, row, count, tensor, TYPE: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def _place(tile, numel, TILE: tl.constexpr):
-    """Offsets of the elements of a tile, whose number is 64 bits wide, and its mask."""
+    """Return the offsets of a tile's elements and its mask; ``tile`` is 64 bits wide."""
     at = tile * TILE + tl.arange(0, TILE)
     return at, at < numel
 
@@ -77,7 +77,7 @@ def _write(pointer, at, value, fits):
 
 @triton.jit
 def _tiles(stays_ptr, step, tensor, numel, HAS_STAYS: tl.constexpr, TILE: tl.constexpr):
-    """How many tiles a tensor has; none where it stays."""
+    """Return the number of tiles of a tensor; none if it stays."""
     tiles = (numel + TILE - 1) // TILE
     if HAS_STAYS:
         tiles = tl.where(tl.load(stays_ptr + tensor * step) == 0, tiles, 0)
@@ -86,14 +86,14 @@ def _tiles(stays_ptr, step, tensor, numel, HAS_STAYS: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _lerp(start, end, weight):
-    """As torch.lerp computes it: exact at both ends."""
+    """Interpolate as torch.lerp does: exact at both ends."""
     near = start + weight * (end - start)
     return tl.where(weight < 0.5, near, end - (end - start) * (1.0 - weight))
 
 
 @triton.jit
 def _advanced(held, grad, momentum, weight, WORKING: tl.constexpr, EMA: tl.constexpr):
-    """Momentum after a step, rounded to the dtype in which it is computed."""
+    """Return momentum after a step, rounded to the dtype in which it is computed."""
     if EMA:
         held = _lerp(held, grad, weight)
     else:
@@ -105,7 +105,7 @@ def _advanced(held, grad, momentum, weight, WORKING: tl.constexpr, EMA: tl.const
 def _operand(
     held, grad, momentum, WORKING: tl.constexpr, EMA: tl.constexpr, NESTEROV: tl.constexpr
 ):
-    """The operand of Newton-Schulz, from momentum after its step."""
+    """Return the operand of Newton-Schulz, from momentum after its step."""
     if not NESTEROV:
         return held
     elif EMA:
@@ -124,8 +124,8 @@ def norms_kernel(
     HELD: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr,
     EMA: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of squares of operands and of gradients, ``[2, count, parts]`` in float64, where no
-    square overflows."""
+    """Sum squares of operands and of gradients, ``[2, count, parts]`` in float64, where no square
+    overflows."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     numel = _entry(table_ptr, 0, count, tensor, ALIGNED)
@@ -152,7 +152,7 @@ def advance_kernel(
     HAS_OUT: tl.constexpr, HAS_STAYS: tl.constexpr, EMA: tl.constexpr, NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Momentum, and operands times their scales; zeros for what stays."""
+    """Write momentum, and operands times their scales; operands of zero where momentum stays."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     numel = _entry(table_ptr, 0, count, tensor, ALIGNED)
@@ -183,8 +183,8 @@ def update_kernel(
     TARGET: tl.constexpr, UPDATE: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_STAYS: tl.constexpr, CAUTIOUS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``target = target * decay - lr * update``, rounded once, and into ``weight``, which a target
-    that does not round to it follows first."""
+    """Compute ``target = target * decay - lr * update``, rounded once, also into ``weight``. A
+    target that does not round to its weight takes the weight first."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     numel = _entry(table_ptr, 0, count, tensor, ALIGNED)
@@ -214,9 +214,9 @@ def copy_kernel(
     table_ptr, count, parts,
     TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``to[i, j] = source[i, j]``, where ``to`` has its rows together and ``source`` too, or, where
-    ``TURNED``, its columns. A tile is loaded in one order and stored in the other, so that both are
-    whole lines of memory."""
+    """Copy ``to[i, j] = source[i, j]``; ``to`` has contiguous rows, ``source`` too or, if
+    ``TURNED``, contiguous columns. A tile is loaded in one order and stored in the other, so that
+    both access whole lines of memory."""
     program = tl.program_id(0)
     tensor, part = program // parts, program % parts
     rows = _entry(table_ptr, 0, count, tensor, ALIGNED)
@@ -242,8 +242,8 @@ def copy_kernel(
 
 @lru_cache(_TABLES)
 def _table(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, bool]:
-    """``[rows, tensors]`` on the device, and whether all are multiples of 16. Its contents are its
-    name, so it never goes stale; and it was copied on the stream that reads it."""
+    """Return ``[rows, tensors]`` on the device, and whether all are multiples of 16. The contents
+    are the cache key, so a table never goes stale; it is copied on the stream that reads it."""
     values = array("q", chain.from_iterable(rows))
     host = torch.frombuffer(values, dtype=torch.int64).view(len(rows), -1)
     host = host if of(device).is_cpu else host.pin_memory()
@@ -258,7 +258,7 @@ def _tabled(rows: Rows, device: torch.device) -> tuple[Tensor, bool]:
 def _launches(
     *lists: Sequence[Tensor], tile: int = _TILE
 ) -> Iterator[tuple[list[int], Tensor, int, dict[str, Any]]]:
-    """(positions of tensors that have the same dtypes, their table, parts, options)."""
+    """Yield (positions of tensors with the same dtypes, their table, parts, options)."""
     looked = [*map(Tensors.of, lists)]
     numels, device = looked[0].numels, lists[0][0].device
     if any(x.numels != numels or not x.are_flat or x[0].device != device for x in looked):
@@ -281,7 +281,7 @@ def _launches(
 
 
 def _mask(stays: Tensor | None, some: list[int], table: Tensor) -> tuple[Tensor, int]:
-    """The mask of some tensors, and its step from one to the next."""
+    """Return the mask of some tensors, and its step from one to the next."""
     if stays is None:
         return table, 0
     stays = stays.view(torch.uint8)
@@ -289,7 +289,7 @@ def _mask(stays: Tensor | None, some: list[int], table: Tensor) -> tuple[Tensor,
 
 
 def _of(values: Tensor, some: list[int]) -> Tensor:
-    """The values at these positions, which are in order."""
+    """Return the values at these positions, which are in order."""
     if len(some) == len(values):
         return values.contiguous()
     return values.index_select(0, _tabled((tuple(some),), values.device)[0][0])
@@ -298,9 +298,9 @@ def _of(values: Tensor, some: list[int]) -> Tensor:
 def norms(
     buffers: Sequence[Tensor], grads: Sequence[Tensor], working: torch.dtype, **how: Any
 ) -> Tensor:
-    """The norms of operands and of gradients, ``[2, n]`` in float64: not finite where one is not.
-    ``working`` is the dtype of computing, to which operands and momentum are rounded. ``how``:
-    ``momentum``, ``weight`` (of the gradient), EMA and NESTEROV."""
+    """Return norms of operands and of gradients, ``[2, n]`` float64, not finite where a tensor is
+    not. ``working`` is the dtype of the computation, to which operands and momentum are rounded.
+    ``how``: ``momentum``, ``weight`` (of the gradient), EMA and NESTEROV."""
     device = buffers[0].device
     found = torch.zeros(2, len(buffers), dtype=torch.float64, device=device)
     with of(device).current():
@@ -322,8 +322,8 @@ def advance(
     out: Sequence[Tensor] | None, buffers: Sequence[Tensor], grads: Sequence[Tensor],
     working: torch.dtype, *, scales: Tensor | None = None, stays: Tensor | None = None, **how: Any,
 ) -> None:  # fmt: skip
-    """Momentum in place and, where there is ``out``, operands times ``scales`` ``[n]`` in float32;
-    zeros where momentum stays. See `norms` for the rest."""
+    """Advance momentum in place and, with ``out``, write operands times ``scales`` ``[n]``
+    (float32) to it; zeros where momentum stays. See `norms` for the other arguments."""
     lists = [buffers, grads] if out is None else [buffers, grads, out]
     with of(buffers[0].device).current():
         for some, table, parts, options in _launches(*lists):
@@ -340,8 +340,8 @@ def update(
     targets: Sequence[Tensor], updates: Sequence[Tensor], weights: Sequence[Tensor] | None,
     *, decay: float, lr: float, stays: Tensor | None, cautious: bool,
 ) -> None:  # fmt: skip
-    """``target * decay - lr * update``. ``weights``: those of which targets are the masters, which
-    follow them first and are rounded into them; a weight of its master's dtype is its master."""
+    """Compute ``target * decay - lr * update`` in place. If targets are masters of ``weights``,
+    they follow these first and are rounded into them; a weight of its master's dtype is the master."""
     lists = [targets, updates] if weights is None else [targets, updates, weights]
     with of(targets[0].device).current():
         for some, table, parts, options in _launches(*lists):
@@ -357,8 +357,8 @@ def update(
 def copier(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, turned: bool
 ) -> Callable[[], None]:
-    """A function that copies matrices ``[m, n]``, of one dtype each, where a target has its rows
-    together and a source too, or its columns where ``turned``."""
+    """Return a function that copies matrices ``[m, n]`` between equal dtypes. Targets have
+    contiguous rows, and so do sources, or contiguous columns if ``turned``."""
     alike: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     for to, source in zip(targets, sources, strict=True):
         check(to.shape, to, source)

@@ -1,10 +1,10 @@
-"""Newton-Schulz in Triton, and what all Triton kernels share on the host.
+"""Newton-Schulz in Triton, and host code shared by all Triton kernels.
 
-    symm_mm             a product that is known to be symmetric, at half the multiplications: one
-                        triangle of tiles
+    symm_mm             a product known to be symmetric, at half the multiplications: one triangle
+                        of tiles
     prepared_iteration  the whole iteration of a small matrix in one program
 
-This file and `triton_lists` are imported only where Triton is installed.
+This file and `triton_lists` are imported only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dmuon.types import Triple
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
-"""Tile rows that are computed together, so that concurrent programs share their operands in L2."""
+"""Tile rows computed together, so that concurrent programs share their operands in L2."""
 
-# An offset inside one tile is formed in 32 bits while strides stay below this.
+# Offsets inside one tile fit into 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_ROWS = 128  # of a small matrix
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
-    """None if these kernels run on a device, else the reason and what to do about it."""
+    """Return None if these kernels run on a device, else the reason and what to do about it."""
     device = torch.device(device)
     if (reason := of(device).why_no_triton()) is not None:
         return reason
-    # One probe with and without an index, so that no later one has to wait for the device.
+    # Probe with and without an index at once, so that no later probe has to wait for the device.
     return _probed(device if device.index is not None else current_device(device.type))
 
 
@@ -51,7 +51,7 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Runs one kernel: only that shows a missing compiler, driver or header. Raises as Triton."""
+    """Run one kernel, because only that reveals a missing compiler, driver or header."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
@@ -59,18 +59,18 @@ def _probed(device: torch.device) -> str | None:
 
 
 def source_hash() -> str:
-    """Twelve hexadecimal digits of the kernels' source: a key for what is measured of them."""
+    """Return twelve hexadecimal digits of the kernels' source, a key for measurements."""
     files = sorted(Path(__file__).parent.glob("triton_*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of a batch; 0 from matrix to matrix where there is only one."""
+    """Return the strides of a batch; 0 between matrices if there is only one."""
     return x.stride() if len(x) > 1 else (0, *x.stride()[1:])
 
 
 def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
-    """Kernels compute addresses from one shape: other tensors would be read out of bounds."""
+    """Check tensors before launches: kernels use one shape, and would read others out of bounds."""
     for x in tensors:
         if x.shape != shape or x.device != tensors[0].device or x.dtype not in _DTYPES:
             raise ValueError(
@@ -81,8 +81,8 @@ def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The sizes of a product's tiles: ``block`` rows and ``halves`` times as many columns of it,
-    from ``block_k`` columns of the operands at a time, which with ``tma`` the tensor memory
+    """The tile sizes of a product: ``block`` rows and ``halves`` times as many columns of the
+    result, from ``block_k`` columns of the operands at a time, which with ``tma`` the tensor memory
     accelerator of a Hopper GPU copies.
 
     >>> str(Tile(128, 64, warps=4, stages=3)), str(Tile(128, 64, 8, 3, halves=2, tma=True))
@@ -101,7 +101,7 @@ class Tile:
         return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}{how}"
 
     def divides(self, m: int, k: int) -> bool:
-        """Whether no tile of an ``m x m`` product is cut. A wide one must not be."""
+        """Whether no tile of an ``m x m`` product is cut. A wide tile must not be."""
         return m % (self.halves * self.block) == 0 == k % self.block_k
 
 
@@ -111,40 +111,40 @@ TILES = (
     Tile(128, 64, warps=8, stages=4),
     Tile(64, 64, warps=4, stages=4),
     Tile(64, 128, warps=4, stages=3),
-    # Of 128 x 128 outputs a Hopper multiprocessor reads operands faster than its shared memory
-    # gives them: 160 bytes a clock, against 128 for these.
+    # For 128 x 128 outputs a Hopper multiprocessor reads operands faster than its shared memory
+    # delivers them: 160 bytes a clock, against 128 for these.
     Tile(128, 64, warps=8, stages=3, halves=2),
     Tile(128, 64, warps=8, stages=3, halves=2, tma=True),
 )
-"""For float16 and bfloat16; the first is the default for large matrices."""
+"""Tiles for float16 and bfloat16; the first is the default for large matrices."""
 TILES_FLOAT32 = (Tile(64, 32, warps=8, stages=3),)
 
 
 def tiles_for(
     capability: tuple[int, int], dtype: torch.dtype = torch.float16, m: int = 0, k: int = 0
 ) -> tuple[Tile, ...]:
-    """The tiles that are worth timing on a GPU of this compute capability, for ``m x k`` operands
-    where they are given: none spills registers there, whatever the epilogue, in the versions of
-    Triton that are tested."""
+    """Return the tiles worth timing on a GPU of this compute capability, for ``m x k`` operands if
+    given: tiles that spill no registers there with any epilogue, in the tested versions of
+    Triton."""
     if dtype == torch.float32:
         return TILES_FLOAT32
-    # With mma.sync all registers of 4 warps go into a tile of 128 x 128, and some more.
+    # With mma.sync a tile of 128 x 128 takes all registers of 4 warps, and some more.
     for_all = (tile for tile in TILES if tile.warps * 16 >= tile.block and tile.halves == 1)
     found = TILES if capability[0] == 9 else tuple(for_all)
-    if 0 < m < 1024 or not TILES[-1].divides(m, k):  # or there are fewer than multiprocessors
+    if 0 < m < 1024 or not TILES[-1].divides(m, k):  # with fewer tiles than multiprocessors
         found = tuple(tile for tile in found if tile.halves == 1)
     return found
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
-    """A tile that runs everywhere, for shapes that have not been timed."""
+    """Return a tile that runs everywhere, for shapes that have not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
     return TILES[0] if m > 1024 else TILES[3]
 
 
 def parse_tile(text: str) -> Tile:
-    """The tile of this text. Raises ValueError for one that no device is offered."""
+    """Return the tile with this text. Raises ValueError if no device is offered such a tile."""
     by_text = {str(tile): tile for tile in TILES + TILES_FLOAT32}
     if text not in by_text:
         raise ValueError(f"a tile is one of {', '.join(by_text)}, found {text!r}: plan again")
@@ -153,16 +153,16 @@ def parse_tile(text: str) -> Tile:
 
 @triton.jit
 def triangle_row(index):
-    """The row of the ``index``-th entry of a lower triangle that is numbered row by row."""
+    """Return the row of entry ``index`` in a lower triangle numbered row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # float32 is off by one at most while index < 2^31.
+    # float32 is off by at most one while index < 2^31.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
 
 
 @triton.jit
 def tile_of(index, tiles):
-    """(row, column) of a tile of the lower triangle: GROUP rows at a time, column by column."""
+    """Return (row, column) of a tile of the lower triangle: GROUP rows at a time, by columns."""
     first = triangle_row(index) // GROUP * GROUP
     rows = tl.minimum(tiles - first, GROUP)
     inside = index - first * (first + 1) // 2
@@ -206,15 +206,15 @@ def _lower(value):
 
 @triton.jit
 def _dot(left, right, total):
-    """``total + left @ right`` in float32."""
-    if INTERPRETED:  # where products of bfloat16 are wrong
+    """Compute ``total + left @ right`` in float32."""
+    if INTERPRETED:  # the interpreter's bfloat16 products are wrong
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit
 def _product(total, a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
-    """``total + A @ B`` in float32, from pointers to the first columns and rows of the operands."""
+    """Compute ``total + A @ B`` in float32, from pointers to the first columns and rows."""
     for start in range(0, k, a.shape[1]):
         left = _load(a, rows_left, k - start, MASK)
         top = _load(b, k - start, cols_left, MASK)
@@ -242,14 +242,14 @@ def _store_both(
 def _store_on_diagonal(
     out, plain, value, diag, rows_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
 ):
-    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
+    """Store the lower half of a diagonal tile, mirrored: rounding differs between its halves."""
     index = tl.arange(0, value.shape[0])
     on_diagonal = index[:, None] == index[None, :]
     dtype = out.dtype.element_ty
     half: tl.constexpr = dtype.primitive_bitwidth == 16
     if HAS_PLAIN and half:
         # As a vector, so that the float32 tile need not be kept until the second result. (Not in
-        # float32: there Triton 3.6 gave wrong elements of cut tiles on an H100, with this sum.)
+        # float32: there Triton 3.6 computed wrong elements of cut tiles on an H100 this way.)
         shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
         result = _lower(value.to(dtype))
         _store(plain, result, rows_left, rows_left, MASK)
@@ -266,7 +266,7 @@ def _finish(
     value, row, col, out_ptr, plain_ptr, m, out_row, diag,
     HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store a square tile of one matrix and its mirror image; nothing of one above the diagonal."""
+    """Store a square tile of a matrix and its mirror image; nothing if it is above the diagonal."""
     BLOCK: tl.constexpr = value.shape[0]
     span = tl.arange(0, BLOCK)
     if WIDE:
@@ -295,9 +295,9 @@ def symm_kernel(
     HAS_C: tl.constexpr, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``alpha * (share * c + a @ bt^T) + diag * I``: one tile of the lower triangle of one matrix,
-    or two of a row, and their mirror images; see `symm_mm`. With TMA the operands are descriptors
-    of ``[b, m, k]``."""
+    """Compute one tile of ``alpha * (share * c + a @ bt^T) + diag * I`` in the lower triangle of a
+    matrix, or two of a row, with mirror images; see `symm_mm`. With TMA operands are descriptors of
+    ``[b, m, k]``."""
     COLS: tl.constexpr = HALVES * BLOCK
     tiles = tl.cdiv(m, COLS)
     triangle = HALVES * (tiles * (tiles + 1) // 2)
@@ -308,11 +308,11 @@ def symm_kernel(
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
     span, cols, span_k = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, BLOCK_K)
-    if WIDE:  # strides with which the offsets inside one tile pass 2^31
+    if WIDE:  # strides with which offsets inside one tile exceed 2^31
         span, cols, span_k = span.to(tl.int64), cols.to(tl.int64), span_k.to(tl.int64)
     far = batch.to(tl.int64)
     if HAS_C:
-        # It is where the sum begins, because added to the sum it would need registers of its own.
+        # The sum begins with c, because adding c afterwards would need more registers.
         c = _at(c_ptr + far * c_batch + down * c_row + right, span, cols, c_row, 1)
         value = share * _load(c, rows_left, cols_left, MASK).to(tl.float32)
     else:
@@ -338,7 +338,7 @@ def symm_kernel(
 
 
 def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """For tiles ``rows x cols`` of ``[b, m, k]``; None where the accelerator cannot copy them."""
+    """Describe tiles ``rows x cols`` of ``[b, m, k]``; None if the accelerator cannot copy them."""
     steps = [x.shape[1] * x.shape[2] if len(x) == 1 else x.stride(0), *x.stride()[1:]]
     even = [x.data_ptr(), *(step * x.itemsize for step in steps[:2])]
     if steps[2] != 1 or any(value % 16 for value in even):
@@ -358,14 +358,14 @@ def symm_mm(
     plain: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """``out = alpha * a @ bt^T + beta * c + diag * I``, which the caller knows to be symmetric.
+    """Compute ``out = alpha * a @ bt^T + beta * c + diag * I``, known to be symmetric.
 
-    Only tiles of the lower triangle are computed, and each is stored twice: the result is exactly
-    symmetric. ``plain`` gets the same without ``diag``. `a` and `bt` are ``[m, k]`` or
+    Only tiles of the lower triangle are computed, and each is stored twice, so the result is
+    exactly symmetric. ``plain`` gets the same without ``diag``. `a` and `bt` are ``[m, k]`` or
     ``[b, m, k]`` of any strides, float16, bfloat16 or float32 (as IEEE float32, not TF32); `c`,
-    `out` and `plain` are ``[m, m]`` or ``[b, m, m]`` with contiguous rows, the latter two of one
-    dtype and stored alike. Sums and epilogue are float32 and rounded once. `c` is not read where
-    beta is 0. A result shares no memory with an operand or with the other result.
+    `out` and `plain` are ``[m, m]`` or ``[b, m, m]`` with contiguous rows, the latter two of equal
+    dtype and strides. Sums and epilogue are float32 and rounded once. `c` is not read if beta is 0.
+    A result shares no memory with an operand or with the other result.
     """
 
     def as_batch(x: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ def symm_mm(
 
     a, bt, out = map(as_batch, (a, bt, out))
     batch, m, k = a.shape
-    held = out if c is None or beta == 0 else as_batch(c)  # where there is none, it is not read
+    held = out if c is None or beta == 0 else as_batch(c)  # `out` as a placeholder is not read
     kept = out if plain is None else as_batch(plain)
     check(a.shape, a, bt)
     check((batch, m, m), out, held, kept)
@@ -391,7 +391,7 @@ def symm_mm(
         sizes = (a, tile.block), (bt, tile.halves * tile.block)
         given = tuple(_descriptor(x, rows, tile.block_k) for x, rows in sizes)
     by_tma = tile.tma and None not in given
-    # A factor of zero leaves c alone.
+    # With a factor of zero only c remains.
     scale, share, depth = (float(alpha), beta / alpha, k) if alpha else (1.0, float(beta), 0)
     with of(out.device).current():
         symm_kernel[(batch * tile.halves * blocks * (blocks + 1) // 2,)](
@@ -412,19 +412,19 @@ def symm_mm(
 
 
 # ---- small matrices --------------------------------------------------------------------------
-# Below 128 rows products are bound by their launches. One program keeps R, Z and Q of its matrix on
-# chip and reads X from memory (in practice from L2) twice per segment.
+# Below 128 rows products are bound by launches. One program keeps R, Z and Q of its matrix on chip
+# and reads X from memory (in practice from L2) twice per segment.
 
 
 @triton.jit
 def _polynomial(r, b, c):
-    """``bR + cR^2`` in float32."""
+    """Compute ``bR + cR^2`` in float32."""
     return b * r.to(tl.float32) + c * _dot(r, r, tl.zeros(r.shape, dtype=tl.float32))
 
 
 @triton.jit
 def _times_p(r, z, a):
-    """``R P = R Z + aR`` in R's dtype."""
+    """Compute ``R P = R Z + aR`` in R's dtype."""
     return _dot(r, z, a * r.to(tl.float32)).to(r.dtype)
 
 
@@ -436,7 +436,7 @@ def _triple(triples_ptr, step):
 
 @triton.jit
 def _chunk(x_ptr, start, m, n, x_row, x_col, M: tl.constexpr, CHUNK: tl.constexpr):
-    """Pointers to the columns from ``start`` on, and which of them are in the matrix."""
+    """Return pointers to the columns from ``start`` on, and a mask of those in the matrix."""
     row, col = tl.arange(0, M)[:, None], tl.arange(0, CHUNK)[None, :]
     at = x_ptr + row.to(tl.int64) * x_row + (start + col).to(tl.int64) * x_col
     return at, (row < m) & (col < n - start)
@@ -447,9 +447,9 @@ def iteration_kernel(
     x_ptr, triples_ptr, edges_ptr, q_ptr, m, n, segments, x_batch, x_row, x_col,
     M: tl.constexpr, CHUNK: tl.constexpr, KEEP_Q: tl.constexpr,
 ):  # fmt: skip
-    """One matrix; ``edges`` are the steps at which segments begin, and the number of steps.
+    """Run the iteration on one matrix; ``edges`` are the first steps of segments, then their end.
 
-    Unless KEEP_Q, Q is kept in memory, at ``q_ptr``, M x M elements per program.
+    Unless KEEP_Q, Q is kept in memory at ``q_ptr``, M x M elements per program.
     """
     dtype = x_ptr.dtype.element_ty
     matrix = tl.program_id(0).to(tl.int64)
@@ -468,7 +468,7 @@ def iteration_kernel(
         r = gram.to(dtype)
         a, b, c = _triple(triples_ptr, first)
         wide = _polynomial(r, b, c)
-        # A segment of one step is X <- aX + ZX: in P = aI + Z, rounding would cost more.
+        # A segment of one step is X <- aX + ZX, because rounding P = aI + Z would cost more.
         single = end - first == 1
         own = tl.where(single, a, 0.0)
         z = wide.to(dtype)
@@ -494,20 +494,20 @@ def iteration_kernel(
             x = tl.load(at, mask=fits, other=0.0)
             x = _dot(q, x, own * x.to(tl.float32)).to(dtype)
             tl.store(at, x, mask=fits)
-        # Other threads read in the next segment what this one has stored.
+        # In the next segment other threads read values that this thread has stored.
         tl.debug_barrier()
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """The most rows that `prepared_iteration` takes.
+    """Return the most rows that `prepared_iteration` accepts.
 
-    IEEE float32 has no tensor core: larger matrices would unroll into minutes of compilation.
+    IEEE float32 has no tensor core, so larger matrices would unroll into minutes of compilation.
     """
     return 32 if dtype == torch.float32 else _MAX_ROWS
 
 
 def small_options(m: int, dtype: torch.dtype) -> dict[str, int]:
-    """The constants of `iteration_kernel`: padded rows, columns of X per load, and so on."""
+    """Return the constants of `iteration_kernel`: padded rows, columns of X per load, and so on."""
     size = max(16, triton.next_power_of_2(m))
     return {
         "M": size,
@@ -521,11 +521,11 @@ def small_options(m: int, dtype: torch.dtype) -> dict[str, int]:
 def prepared_iteration(
     x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
 ) -> Callable[[], None]:
-    """Newton-Schulz on ``[b, m, n]`` in place at each call: one launch, one program per matrix.
+    """Prepare Newton-Schulz on ``[b, m, n]``, in place: one launch, one program per matrix.
 
     The formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is normalized when it
     runs, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products
-    accumulate in float32. Preparing copies from the host, so do it before a step.
+    accumulate in float32. Preparation copies from the host, so do it before a step.
     """
     check(x.shape, x)
     batch, m, n = x.shape
