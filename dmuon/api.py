@@ -392,8 +392,8 @@ def _plan_by(costs: Any, found: _Found) -> OwnershipPlan:
 
 @dataclass
 class _Found:
-    """This rank's view of what to plan. ``reports``, ``shards`` and ``limits`` follow from what
-    each rank ``held`` of the parameters, where the layout needs it; ``plan`` is a reused plan."""
+    """This rank's inputs of planning. ``reports``, ``shards`` and ``limits`` follow from the shards
+    that each rank ``held``, where the layout needs them; ``plan`` is a reused plan."""
 
     given: Given
     request: Request
@@ -426,7 +426,7 @@ class _Found:
         return config.BATCH_BUCKETS * (getattr(self.options, name, None) or config.BUCKET_BYTES)
 
     def text(self) -> str:
-        """List, in lines, what must agree on all ranks."""
+        """List, in lines, the values that must agree on all ranks."""
         request, options, costs = self.request, self.options, self.request.costs
         if isinstance(costs, CostTable):
             digest = hashlib.sha256(costs.to_json().encode()).hexdigest()

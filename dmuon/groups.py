@@ -590,7 +590,7 @@ def as_here(group: Group, now: Group) -> Group:
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
-    """List, in lines, what must agree on all ranks about a group; ``members``: its parameters."""
+    """List, in lines, a group's values that ranks must agree on; ``members``: its parameters."""
     values = _texts({k: v for k, v in group.items() if k in {*_KNOWN, *_DEDICATE}})
     values["parameters"] = str(members)
     return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]

@@ -426,7 +426,7 @@ class Muon(Optimizer):
         return StateSizes(tuple(per_element), tuple(at_owners))
 
     def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
-        """List, in lines, what must agree on all ranks: logical shapes, because of placeholders."""
+        """List, in lines, values to agree on; shapes are logical, because of placeholders."""
         shapes = {p: spec.shape for p, (spec, _) in routes_in(ownerships).items()}
         values = self._run.switches | {"period": self._run.schedule.describe()}
         lines = [f"{k}={v}" for k, v in values.items()]

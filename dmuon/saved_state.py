@@ -35,7 +35,7 @@ class SavedState(NamedTuple):
     progress: dict[str, Any] | None
 
     def text(self) -> str:
-        """List, in lines, what must agree on all ranks."""
+        """List, in lines, the values that must agree on all ranks."""
         groups = (describe(g, n, len(g["params"])) for n, g in enumerate(self.groups))
         entries = ([(k, type(v).__name__) for k, v in e.items()] for e in self.entries.values())
         return "\n".join([*chain.from_iterable(groups), *map(str, map(sorted, entries))])

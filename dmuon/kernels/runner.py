@@ -35,7 +35,7 @@ _SMALL = 1 << 15  # elements
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel``: planned, or "" for the rule's; ``eps``: see `normalize_`."""
+    """One shape's batch. ``kernel``: planned, "" to follow the rule; ``eps``: see `normalize_`."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]

@@ -341,7 +341,7 @@ def update(
     *, decay: float, lr: float, stays: Tensor | None, cautious: bool,
 ) -> None:  # fmt: skip
     """Compute ``target * decay - lr * update`` in place. If targets are masters of ``weights``,
-    they follow these first and are rounded into them; a weight of its master's dtype is the master."""
+    they follow these first and are rounded into them; a weight of master's dtype is the master."""
     lists = [targets, updates] if weights is None else [targets, updates, weights]
     with of(targets[0].device).current():
         for some, table, parts, options in _launches(*lists):

@@ -1,4 +1,4 @@
-"""What a step may change: all ranks agree on it in one all-reduce, or a rank decides by itself.
+"""The verdict on a step: all ranks agree in one all-reduce on its changes, or a rank decides alone.
 
 ::
 
