@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy
 import pytest
 import torch
@@ -14,9 +12,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.devices import Stopwatch, host_can_read
 from dmuon.tensors import scale_all
-from tests import conftest
 from tests.accelerator import host_cannot_read, nothing_read
-from tests.distributed.harness import Pools
 
 CPU = torch.device("cpu")
 T = torch.tensor(2.0)
@@ -110,14 +106,3 @@ def test_a_scale_on_the_device_is_applied_without_reading_it():
         scale_all(tensors, T)
         scale_all(tensors, 0.25)
     assert all(torch.equal(t, torch.full_like(t, 0.5)) for t in tensors)
-
-
-def test_distributed_tests_on_gpus_say_what_they_lack(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs, found 2"):
-        Pools("cuda")(4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "")  # which is set and then restored
-    config = mock.Mock(stash={}, getoption=lambda name: "cuda")
-    with pytest.raises(pytest.UsageError, match="--device cuda: torch finds no GPU here"):
-        conftest.pytest_configure(config)

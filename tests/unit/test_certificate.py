@@ -168,3 +168,12 @@ def test_round_robin_never_breaks_the_cap_unseen():
             specs_of([(4, 6, "float32")]), Topology.flat(2), H100,
             solver="round_robin", limits=limits,
         )  # fmt: skip
+
+
+def test_costs_and_caps_out_of_all_range_are_errors_or_no_limit():
+    keys = [(4, 6, "float32")]
+    huge = CostTable("huge", {keys[0]: {1: 1e20}})
+    with pytest.raises(PlanError, match="1e\\+12 milliseconds"):
+        solve(specs_of(keys), Topology.flat(2), huge)
+    limits = OwnerLimits(memory_bytes=10**30)
+    assert solve(specs_of(keys), Topology.flat(2), H100, limits=limits).owners

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,18 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.__main__ import main
+from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import PlannerOptions
 from dmuon.report.data import LoadBalanceReport
-from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.network import planned
-from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import Topology
-from dmuon.tools.plan import COMPARED, LAYOUTS, memory_of
+from dmuon.tools.plan import COMPARED, LAYOUTS, memory_bytes, memory_of
 from dmuon.types import Layout, PlanError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -151,24 +151,6 @@ def test_a_layout_says_who_may_own_and_what_a_rank_holds(capsys, layout):
     assert found["momentum"] == pytest.approx(momentum, rel=0.25 if at_owner else 0.01)
     assert found["AdamW state"] == pytest.approx(2 * rest * others, rel=0.01)
     assert found["Newton-Schulz"] > 0 and (found["buffers"] > 0) is (layout != "dedicated")
-
-
-def test_a_saved_plan_fits_a_mesh_by_any_name(capsys, tmp_path):
-    plan = saved(capsys, tmp_path / "plan.json", *SMALL[:3], "--mesh", "16")
-    for axes in (("dp",), ("shard",), ("axis0",)):
-        topology = Topology((16,), axes, 16, "cuda")
-        found = fitted_plan(plan, plan.specs, topology, plan.layout)
-        assert found.owners == plan.owners and found.fingerprint() == plan.fingerprint()
-        assert certify(found).ok and certify(found).proven
-
-
-def test_a_plan_in_another_dtype_says_how_to_plan(capsys, tmp_path):
-    plan, specs = saved(capsys, tmp_path / "plan.json"), model_specs("gpt2", "float32")
-    told = "does not fit: the plan is for bfloat16: plan with --dtype float32"
-    with pytest.raises(PlanError, match=f"{told}$"):
-        fitted_plan(plan, specs, plan.topology, plan.layout)
-    with pytest.raises(PlanError, match=f"{told}; ! transformer"):
-        fitted_plan(plan, model_specs("gpt2-medium", "float32"), plan.topology, plan.layout)
 
 
 def test_experts_belong_to_the_ranks_that_hold_them(capsys, tmp_path):
@@ -358,6 +340,29 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
     assert complaint in line
     assert captured.out == ""  # found before planning
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_in_memory():
+    for text, count in (
+        ("12345", 12345), ("80GiB", 80 * 2**30), ("80 GiB", 80 * 2**30),
+        ("80gib", 80 * 2**30), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("3TB", 3 * 10**12), ("7B", 7),
+    ):  # fmt: skip
+        assert memory_bytes(text) == count
+    for text in ("", "0", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
+        with pytest.raises(ArgumentTypeError):
+            memory_bytes(text)
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = [sys.executable, "-m", "dmuon", *SMALL, "--json", "-"]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read().decode() == ""
+    process.stderr.close()
+    assert process.wait() == CLOSED_PIPE
 
 
 def test_the_report_tells_the_step_on_the_network_card_that_is_named(capsys, tmp_path):

@@ -272,6 +272,16 @@ def test_devices_are_those_of_the_page_and_of_data_sheets():
         assert device.network == pytest.approx(0.9e9 / 8 * nic), name
 
 
+def test_a_file_without_links_is_read():
+    table = measured({A: {1: 1.0}}, ANALYTIC_DEVICES["h100"])
+    data = json.loads(table.to_json())
+    assert CostTable.from_json(json.dumps(data)) == table
+    data["device"] = {key: data["device"][key] for key in [*data["device"]][:4]}
+    assert CostTable.from_json(json.dumps(data)).device == AnalyticDevice(
+        *(getattr(table.device, f.name) for f in fields(AnalyticDevice)[:4])
+    )
+
+
 KEY = CacheKey("Some GPU (80 GB)", "2.13.0+cpu", "torch-1", "float16", 5)
 
 

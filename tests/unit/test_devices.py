@@ -48,6 +48,18 @@ def test_an_accelerator_tells_its_own_name_and_memory_never_the_hosts():
         assert devices.of("mps").memory() == (7, 9)
 
 
+def test_old_gpus_are_told_why_there_is_no_triton():
+    device = devices.of("cuda:0")
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        assert "PyTorch finds no GPU" in device.why_no_triton()
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("dmuon.devices._capability", return_value=(7, 5)),
+        mock.patch("torch.version.hip", None),
+    ):
+        assert "compute capability 7.5; use a GPU with 8.0" in device.why_no_triton()
+
+
 def test_free_memory_of_the_host_is_what_is_available_or_less_in_a_container(tmp_path):
     for path, text, expected in (
         ("proc/nothing", "", (math.inf, math.inf)),

@@ -193,6 +193,14 @@ def test_two_models_of_one_optimizer_and_one_of_two():
     assert not torch.equal(before, other.weight)
 
 
+def test_modules_that_the_collector_does_not_list():
+    model = Peculiar()
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    alike(model.parameters(), model)
+    assert gc.get_freeze_count() > frozen
+
+
 def test_nothing_stays_alive_because_something_else_is_frozen():
     gc.freeze()
     model = Peculiar()
@@ -255,6 +263,16 @@ def test_parameters_that_a_framework_exchanges_are_trained(where, form):
     assert opt.state.keys() == set(trained.parameters())
     if where == "groups":
         assert_bitwise(weights(model), before)
+
+
+def test_a_list_that_is_the_model_stays_it():
+    """Also where another module has a part of it; and a list in a model has its own names."""
+    layers = nn.Linear(6, 8), nn.Linear(8, 6)
+    model = nn.Sequential(*layers)
+    beside = Around(layers[0])
+    assert dmuon.Muon(model)._run.groups.passed is model
+    around = nn.ModuleDict({"score": model})
+    assert routes(around.score)["1.weight"][0].value == "muon", beside
 
 
 @pytest.mark.parametrize("form", ["parameters", "named_parameters"])

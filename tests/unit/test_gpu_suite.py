@@ -168,6 +168,21 @@ def test_parts_fit_calls_and_what_had_no_time_is_waiting():
     assert left == [*names[2:], "smoke"], "what had its time comes last"
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "passed"),
+    [("2 passed, 1 skipped", 0, True), ("1 skipped", 0, False), ("1 failed, 2 passed", 1, False)],
+)
+def test_skipped_tests_are_no_success(monkeypatch, text, code, passed):
+    run = mock.Mock(return_value=subprocess.CompletedProcess([], code, stdout=text, stderr=""))
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
+    monkeypatch.setattr(gpu_parts.importlib.util, "find_spec", lambda name: object())
+    rows = Rows(None, CPU)
+    gpu_parts.tests(rows, CPU, toy=False)
+    assert [row["passed"] for row in rows.rows] == [passed]
+    command = run.call_args.args[0]
+    assert command[-3:] == ["-n", "12", "tests/gpu"], "what they compile fills the cache"
+
+
 @pytest.mark.parametrize(("text", "passed"), [("0 errors", True), ("2 errors", False)])
 def test_a_sanitizer_without_errors_passes(tmp_path, monkeypatch, text, passed):
     tool = f"echo 1 passed, ERROR SUMMARY: {text}"

@@ -618,18 +618,6 @@ def test_trouble_with_the_cache_is_a_warning(tmp_path):
         assert "cache_dir" in warned(costs_of)
 
 
-def test_after_two_seconds_one_line_says_what_is_measured(tmp_path, capsys):
-    made: list[FakeTimer] = []
-    ticks = mock.Mock(monotonic=iter(range(10**6)).__next__)
-    with mock.patch("dmuon.measure.time", ticks):
-        costs_of(tmp_path, timer=timers(made))
-        first, second = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(r"dmuon chooses kernels \(2 of \d+\); later .* the cache", first)
-        assert second.startswith("dmuon measures Newton-Schulz (")
-        costs_of(tmp_path, timer=timers(made))
-        assert capsys.readouterr().err == "", "nothing is measured"
-
-
 # ---- the profile command -----------------------------------------------------------------
 
 

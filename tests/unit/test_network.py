@@ -90,7 +90,7 @@ def test_between_the_ends_lies_a_mixture():
     assert found[1].step.ms < 0.97 * min(found[1].step.once_ms, found[1].step.copied_ms)
 
 
-@pytest.mark.parametrize("solver", ["auto", "greedy", "round_robin"])
+@pytest.mark.parametrize("solver", ["auto", "round_robin"])
 @pytest.mark.parametrize("redundancy", [1, "auto"])
 def test_a_memory_cap_that_copies_do_not_fit_leaves_one_owner(solver, redundancy):
     """What variants keep lies with each copy; what all copies would take is left open."""
@@ -108,7 +108,7 @@ def test_a_memory_cap_that_copies_do_not_fit_leaves_one_owner(solver, redundancy
 
     every, once = max(with_cap(None, 4).state_bytes), with_cap(None, 1)
     assert max(once.state_bytes) < every - 1
-    for cap in np.linspace(max(once.state_bytes), every - 1, 5)[1:]:  # at the least few plans fit
+    for cap in np.linspace(max(once.state_bytes), every - 1, 4)[1:]:  # at the least few plans fit
         plan = with_cap(int(cap))
         assert max(plan.state_bytes) <= cap and plan.step.copied_ms is None
     assert redundancy == "auto" or copies(plan) == copies(once)

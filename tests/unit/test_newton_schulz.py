@@ -254,6 +254,16 @@ def test_zero_inf_nan_stay_where_they_are(method, dtype, shape):
     assert torch.equal(found[4:], expected[4:]) and found[4:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+def test_looking_at_norms_changes_no_bit(dtype):
+    """`newton_schulz` saves passes where a norm is harmless; optimizers cannot look."""
+    for shape, scale in itertools.product(((12, 40), (3, 40, 12)), (1, 1e-30, 1e30, 0, math.inf)):
+        x = scale * gaussian(*shape, dtype=F32)
+        found = newton_schulz(x, steps=0, dtype=dtype)
+        expected = normalize(x, dtype, out=torch.empty(x.shape, dtype=dtype))  # in more passes
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 # ---- what the caller sees ----------------------------------------------------------------------
 
 

@@ -171,6 +171,13 @@ def broken(**changes: object) -> str:
     return sealed({k: v for k, v in (data | changes).items() if v is not None or k not in changes})
 
 
+def test_a_step_of_zero_in_a_saved_plan_is_refused():
+    data = json.loads(broken())
+    data["specs"]["matrices"][0][-1] = [1, 0]
+    with pytest.raises(PlanError, match=r"matrices\[0\]\[7\]\[1\]: expected a whole number from 1"):
+        OwnershipPlan.from_json(sealed(data))
+
+
 NO_RANKS = {"shape": [], "axes": [], "ranks_per_node": 1, "device_type": "cpu", "node_of": []}
 
 

@@ -92,6 +92,15 @@ def test_makespan_bound_gap_and_imbalance(owners, world, ms, bound, makespan, ga
     assert report.idle == idle
 
 
+def test_costs_of_zero_divide_nothing():
+    report = report_of([0, 1], 2, [0.0, 0.0], bound=0.0)
+    assert (report.gap, report.imbalance) == (0.0, 0.0)
+    for times in (None, [1.0, 1.0], [0.0, 0.0]):
+        found = build_report(report.plan, times)
+        assert str(found)
+        assert times is None or (found.measured.ratio, found.measured.ratios[0]) == (None, None)
+
+
 def test_a_model_without_matrices_has_a_report():
     plan = replace(plan_of(specs_of([], rest=1), [], 3), lower_bound_ms=0.0)
     report = build_report(plan, [0.0, 0.0, 0.0])

@@ -353,6 +353,15 @@ def test_what_would_fit_a_weight_stored_the_other_way_is_named(options):
             collect(model, **options)
 
 
+def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
+    model = nn.Module()
+    model.weight = nn.Parameter(numbered(6, 12).t())
+    (matrix,) = collect(model).matrices
+    assert matrix.view(model.weight).data_ptr() == model.weight.data_ptr()
+    with pytest.raises(SelectionError, match=r"'weight'.*contiguous"):
+        collect(model, heads={"weight": 2})
+
+
 @pytest.mark.parametrize("form", [
     lambda m: m, lambda m: list(m.named_parameters()), lambda m: m.parameters(),
 ], ids=["module", "named", "bare"])  # fmt: skip
@@ -403,6 +412,16 @@ def test_factors_of_a_parametrization_are_weights_both(rows, cols):
     parametrize.register_parametrization(layer, "weight", LowRank(), unsafe=True)
     specs = collect(nn.ModuleDict({"a": layer}))
     assert [m.shape for m in specs.matrices] == [(rows, 4), (4, cols)]
+
+
+def test_names_that_look_like_originals_are_no_parametrizations():
+    """A parameter of the user's own, beside which there is no weight that is computed."""
+    linear = nn.Linear(4, 4)
+    linear.low_v = nn.Parameter(torch.ones(4, 4))
+    specs = collect(nn.ModuleDict({"a": linear}))
+    assert [p.reason for p in specs.parameters if "low" in p.name] == [
+        "bare parameter 'low_v' is not named as a weight"
+    ]
 
 
 def test_select_overrides_every_default_rule():
@@ -482,6 +501,13 @@ def test_wrappers_leave_no_trace_in_names_and_routes(wrap):
     inner = build()
     inner["body"].up = wrap(inner["body"].up)
     assert collect(build()) == collect(wrap(build())) == collect(inner)
+
+
+def test_two_parameters_never_share_a_name():
+    # A user's own attribute may be called `module`; stripping it must not merge two names.
+    model = wrapped_in_module_attribute(nn.Linear(4, 4, bias=False))
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+    assert len({p.name for p in collect(model).parameters}) == 2
 
 
 # ---- properties of any selection ---------------------------------------------------------

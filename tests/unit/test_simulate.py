@@ -50,15 +50,9 @@ LOAD = Load(1024, 1024)
 
 
 def job(
-    layout=Layout.SHARDED,
-    shape=(8,),
-    each=4,
-    model="gpt2",
-    machine=GPU,
-    costs=H100,
-    load=LOAD,
+    layout=Layout.SHARDED, shape=(8,), each=4, model="gpt2", machine=GPU, costs=H100, load=LOAD,
     **how,
-):
+):  # fmt: skip
     axes = ("replicate", "shard")[-len(shape) :]
     topology, specs = Topology(shape, axes, each, "cuda"), model_specs(model, "float32")
     shards = evenly_sharded(specs, topology, load.ep, load.tp, whole=layout is not Layout.SHARDED)
@@ -81,10 +75,8 @@ def expected(of, shards: int, replicas: int = 1) -> dict[str, float]:
 
 @pytest.mark.parametrize(("shape", "each"), [((8,), 8), ((8,), 2), ((2, 4), 4), ((4, 2), 2)])
 def test_routes_carry_what_theory_says(shape, each):
-    of, theirs = (
-        job(shape=shape, each=each),
-        expected(None or job(shape=shape), shape[-1], math.prod(shape[:-1])),
-    )
+    of = job(shape=shape, each=each)
+    theirs = expected(of, shape[-1], math.prod(shape[:-1]))
     for name in ("gather", "scatter", "replicate"):
         assert sent(of, name) == pytest.approx(theirs[name], rel=1e-9), name
 
@@ -325,17 +317,8 @@ def test_advice_is_within_5_percent_of_the_best_that_was_measured(emulated):
 
 # ---- the command ---------------------------------------------------------------------------
 
-ASKED = [
-    "simulate",
-    "--model",
-    "gpt2",
-    "--mesh",
-    "2x4",
-    "--costs",
-    "analytic:h100",
-    "--tokens",
-    "2048",
-]
+ASKED = ["simulate", "--model", "gpt2", "--mesh", "2x4", "--costs", "analytic:h100",
+         "--tokens", "2048"]  # fmt: skip
 
 
 def test_a_table_of_one_process_does_not_do_for_several(tmp_path, capsys):
@@ -442,20 +425,17 @@ def test_advice(capsys, monkeypatch):
     assert "no layout keeps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--layout", "dedicated", "--period", "5"], "--period is not for --layout dedicated"),
-        (["--costs", "analytic:cpu"], "-m dmuon profile"),
-        (["--model", "qwen3-30b-a3b"], "--active N"),
-        (["--trace", "/nowhere/x.json"], "no directory"),
-        (["--trace", "-"], "give a path"),
-        (["--active", "8"], "no stack of experts"),
-        (["--model", "qwen3-30b-a3b", "--active", "800"], "stacks of 128 experts"),
-        (["--tp", "3"], "needs ranks that it divides"),
-        (["--tp", "4", "--layout", "replicated"], "--tp is not for --layout replicated"),
-    ],
-)
+@pytest.mark.parametrize(("more", "told"), [
+    ("--layout dedicated --period 5", "--period is not for --layout dedicated"),
+    ("--costs analytic:cpu", "-m dmuon profile"),
+    ("--model qwen3-30b-a3b", "--active N"),
+    ("--trace /nowhere/x.json", "no directory"),
+    ("--trace -", "give a path"),
+    ("--active 8", "no stack of experts"),
+    ("--model qwen3-30b-a3b --active 800", "stacks of 128 experts"),
+    ("--tp 3", "needs ranks that it divides"),
+    ("--tp 4 --layout replicated", "--tp is not for --layout replicated"),
+])  # fmt: skip
 def test_mistakes(more, told, capsys):
-    assert main([*ASKED, *more]) == 2
+    assert main([*ASKED, *more.split()]) == 2
     assert told in capsys.readouterr().err

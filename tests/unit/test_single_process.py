@@ -21,7 +21,6 @@ from torch._dynamo import convert_frame
 from torch.optim.lr_scheduler import ExponentialLR
 
 import dmuon
-from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.reference import ReferenceMuon
 from dmuon.rule import Rule
 from dmuon.types import OwnershipError
@@ -146,11 +145,11 @@ HYPERPARAMETERS = [
     ("dtype", "settings"),
     [*((torch.float32, settings) for settings in HYPERPARAMETERS), (torch.bfloat16, {})],
 )
-def test_without_batching_ten_steps_are_those_of_the_reference_bitwise(dtype, settings, layout):
+def test_without_batching_steps_are_those_of_the_reference_bitwise(dtype, settings, layout):
     pair = Pair(AllDifferent().to(dtype), **settings, **layout)
     pair.batches = inputs((4, 2, 6), dtype)
     assert all(len(batch.matrices) == 1 for batch in pair.own.plan.batches)
-    assert len(set(pair.train(range(10)))) == 10
+    assert len(set(pair.train(range(5)))) == 5
     assert_bitwise(weights(pair.model), weights(pair.twin))
 
 
@@ -163,7 +162,7 @@ def test_with_its_gradients_whole_momentum_is_that_of_the_reference_bitwise(dtyp
         pair.own.plan.specs.parameters[m.parameter].name for m in pair.own.plan.specs.matrices
     }
     named, theirs = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
-    for step in range(10):
+    for step in range(5):
         generator = torch.Generator().manual_seed(step)
         for name, p in named.items():
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
@@ -175,7 +174,7 @@ def test_with_its_gradients_whole_momentum_is_that_of_the_reference_bitwise(dtyp
         difference = (named[name] - theirs[name]).abs().max().item()
         largest = theirs[name].abs().max().item()
         # A rounding a step.
-        assert difference <= 10 * torch.finfo(dtype).eps * largest, name
+        assert difference <= 5 * torch.finfo(dtype).eps * largest, name
 
 
 @pytest.mark.parametrize("layout", [{}, *AT_OWNERS], ids=str)
@@ -183,7 +182,7 @@ def test_with_its_gradients_whole_momentum_is_that_of_the_reference_bitwise(dtyp
 def test_experts_splits_heads_and_convolutions_follow_the_reference(settings, layout):
     pair = Pair(Mixed(), **settings, **layout)
     assert max(len(batch.matrices) for batch in pair.own.plan.batches) > 1
-    pair.train(range(10))
+    pair.train(range(5))
     pair.assert_same()
 
 
@@ -359,14 +358,6 @@ def test_a_step_that_the_host_cannot_call_off_takes_momentum_in_parts(monkeypatc
 # ---- groups and schedules ----------------------------------------------------------------
 
 
-def test_a_rate_changed_after_step_does_not_touch_the_step_before():
-    pair = Pair()
-    pair.train([0])
-    for group in pair.opt.param_groups:
-        group["lr"] = 100.0
-    pair.assert_same(1e-6)
-
-
 def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
     results = []
     for lr in (0.25, torch.tensor(0.25), torch.tensor([0.25]), np.float32(0.25), np.float64(0.25)):
@@ -380,26 +371,6 @@ def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
         results.append(weights(model))
     for other in results[1:]:
         assert_bitwise(results[0], other)
-
-
-@FORMS
-def test_newton_schulz_is_given_the_groups_settings_and_stats_tell_the_update(form):
-    model = tree({"a.weight": (6, 10)})
-    iteration = {"eps": 1e-2}
-    _, opt = dedicated(
-        model, lr=0.5, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original",
-        ns_coefficients=(2.0, -1.5, 0.5), ns_steps=3, **iteration, **form,
-    )  # fmt: skip
-    before = weights(model)["a.weight"]
-    model.a.weight.grad = grad = 1e-3 * torch.randn(6, 10)
-    update = newton_schulz(
-        grad.clone(), coefficients=(2.0, -1.5, 0.5), steps=3, dtype=torch.float32, **iteration
-    )
-    opt.step()
-    moved = (before - weights(model)["a.weight"]) / 0.5
-    torch.testing.assert_close(moved, update, rtol=0, atol=2e-6)
-    rms = update.square().mean().sqrt().item()
-    assert opt.stats()["update_rms"]["a.weight"] == pytest.approx(rms, rel=1e-4)
 
 
 # ---- gradients: missing, accumulated, cleared, clipped -----------------------------------
@@ -563,16 +534,6 @@ def after_one_step(model: nn.Module | None = None, **form: Any) -> Pair:
 
 
 @FORMS
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_an_eval_forward_uses_published_values_and_training_goes_on(context, form):
-    pair = after_one_step(**form)
-    with context():
-        torch.testing.assert_close(pair.model.eval()(tokens()(1)), pair.twin.eval()(tokens()(1)))
-    pair.model.train()
-    pair.train(range(1, 3))
-
-
-@FORMS
 def test_published_values_are_in_parts_and_views_and_never_over_loaded_ones(form):
     """A part of a block called by itself; tensors that somebody holds; weights loaded later."""
     pair, x = after_one_step(**form), torch.randn(3, WIDTH)
@@ -698,23 +659,6 @@ def test_master_weights_are_float32_training_rounded_for_display(form):
         other.step()
     assert_bitwise(weights(model), {n: v.bfloat16() for n, v in weights(shadow).items()})
     assert any(not torch.equal(v, weights(model)[n].float()) for n, v in weights(shadow).items())
-
-
-@FORMS
-def test_master_weights_keep_updates_that_bf16_would_lose(form):
-    for master_weights in (False, True):
-        model = tree({"a.weight": (8, 8)}).bfloat16()
-        model.a.weight.data.fill_(1.0)
-        how = {"lr": 1e-4, "weight_decay": 0.0, "master_weights": master_weights, **form}
-        told = nullcontext() if master_weights else pytest.warns(RuntimeWarning, match="rounded aw")
-        with told:
-            _, opt = dedicated(model, **how)
-        for _ in range(100):
-            model.a.weight.grad = torch.eye(8, dtype=torch.bfloat16)
-            opt.step()
-        opt.synchronize()
-        moved = (model.a.weight.detach().float() - 1.0).abs().max().item()
-        assert (moved > 0.0) is master_weights
 
 
 def loaded_in_place(model: nn.Module) -> None:
@@ -850,27 +794,17 @@ def test_the_handle_tells_who_owns_what():
         pass
 
 
-@pytest.mark.parametrize("ns_dtype", ["bfloat16", "torch.bfloat16", torch.float32])
-def test_statistics_of_a_step(ns_dtype):
+def test_statistics_of_a_step():
     model = TinyGPT()
-    own, opt = dedicated(model, ns_dtype=ns_dtype)
+    own, opt = dedicated(model, ns_dtype="torch.bfloat16")
     train(model, opt, tokens(), range(2))
     stats = opt.stats()
     assert stats["steps"] == 2 and stats["ns_ms"] > 0
-    assert stats["ns_dtype"] == str(ns_dtype).removeprefix("torch.")
+    assert stats["ns_dtype"] == "bfloat16"
     assert stats["update_rms"].keys() == set(own.owned_by(0))
     # Rows of 8 orthonormal vectors in 16 dims, scaled by 0.2 sqrt(16): as large as AdamW's.
     assert all(0.1 < rms < 0.3 for rms in stats["update_rms"].values())
     assert all(count > 0 for count in stats["bytes"].values())
-
-
-@FORMS
-def test_frozen_parameters_may_be_passed_along(form):
-    model = TinyGPT()
-    model.blocks[0].requires_grad_(False)
-    pair = Pair(model, **form)
-    pair.train(range(2))
-    pair.assert_same()
 
 
 def test_adamws_step_counter_is_float32_whatever_the_default_dtype():

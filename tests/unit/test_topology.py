@@ -253,6 +253,19 @@ def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
     assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
 
 
+def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
+    rehearsal = Rehearsal(monkeypatch, 4)
+
+    def plan(rank: int) -> None:
+        group = dist.new_group([0, 2, 3])
+        rehearsal.joins[rank].clear()
+        if rank != 1:
+            wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+            assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
+
+    rehearsal.run(plan)
+
+
 def test_any_number_of_sets_of_ranks_is_one_split(monkeypatch):
     rehearsal = Rehearsal(monkeypatch, 8)
     grid = Grid.of(Topology((2, 2, 2), ("replicate", "shard", "tp"), 8), {"tp"})
