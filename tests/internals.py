@@ -10,7 +10,7 @@ from dmuon.comm.pipeline import Turns
 from dmuon.comm.process_groups import solve_on_first
 from dmuon.comm.transport import C10dTransport, Meter, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
-from dmuon.devices import SideStream, host_can_read
+from dmuon.devices import SideStream
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.measure import _Links as LinkTimer
 from dmuon.rule import Hyper, momentum_update
@@ -40,7 +40,6 @@ __all__ = [
     "Turns",
     "Work",
     "assemble",
-    "host_can_read",
     "mesh_topology",
     "momentum_update",
     "parser_of",
