@@ -284,14 +284,14 @@ def log_plan(plan: OwnershipPlan, seconds: float, why: str = "") -> None:
     mean = sum(loads) / len(loads)
     text = "%s: layout %s, matrices: %d, ranks: %d, makespan %.3g ms, imbalance %.1f%%"
     head = f"planned{' again' * bool(why)} in {seconds:.2f} s" + (why and f", because {why}")
-    what = plan.layout.value, len(plan.specs.matrices), len(loads)
+    sizes = plan.layout.value, len(plan.specs.matrices), len(loads)
     excess = plan.makespan_ms / mean - 1 if mean else 0.0
-    log.info(text, head, *what, plan.makespan_ms, 100 * excess)
-    found = plan.search.engine or plan.solver, plan.status, plan.search.seconds
-    log.debug("owners by %s (%s, %.2f s); costs: %s", *found, plan.cost_source)
+    log.info(text, head, *sizes, plan.makespan_ms, 100 * excess)
+    search = plan.search.engine or plan.solver, plan.status, plan.search.seconds
+    log.debug("owners by %s (%s, %.2f s); costs: %s", *search, plan.cost_source)
     kernels = Counter(batch.kernel or "chosen by shape" for batch in plan.batches)
-    told = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
-    log.debug("kernels (batches): %s", told)
+    listed = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items())
+    log.debug("kernels (batches): %s", listed)
 
 
 def assemble(
@@ -303,14 +303,14 @@ def assemble(
 ) -> Ownership:
     """Plan over a given transport, closed on failure; ``new_group`` opens further ones."""
     opened, began = [transport], time.perf_counter()
-    what = given.caller
+    purpose = given.caller
     if given.before is not None:
-        what = "planning again, because parameters were unfrozen or added"
+        purpose = "planning again, because parameters were unfrozen or added"
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Finds everything that can be wrong on one rank.
         inspect = partial(_inspect, given, request, transport, topology)
-        found = attempt_in_all([transport], inspect, what=what, digest=_Found.text)
+        found = attempt_in_all([transport], inspect, what=purpose, digest=_Found.text)
         found.held = replace(found.held, device=devices.of(found.device).name())
         found.reports = transport.gather_objects(found.held)
         kinds = Counter(report.device for report in found.reports)

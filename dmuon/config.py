@@ -88,7 +88,7 @@ POSITIVE = Allowed("a number > 0", _number, lambda value: value > 0)
 FINITE_POSITIVE = Allowed("a finite number > 0", _number, lambda value: 0 < value < math.inf)
 # The reciprocal of a smaller number is infinite in float32, and zeros would become nan.
 EPS = Allowed(
-    "a finite number >= 1.2e-38 (what is normal in float32)",
+    "a finite number >= 1.2e-38 (the smallest normal float32)",
     _number,
     lambda value: torch.finfo(torch.float32).tiny <= value < math.inf,
 )
@@ -209,8 +209,8 @@ def renamed(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     every = RETIRED.get(owner, {})
     retired = {name: new for name, new in every.items() if given.get(name) is not None}
     if retired:
-        told = [f"{n}= ({(new and f'pass {new}=') or 'ignored'})" for n, new in retired.items()]
-        text = f"dmuon.{owner} will not take {', '.join(told)} after this release"
+        notes = [f"{n}= ({(new and f'pass {new}=') or 'ignored'})" for n, new in retired.items()]
+        text = f"dmuon.{owner} will not take {', '.join(notes)} after this release"
         warn(text, FutureWarning)
     kept = {name: value for name, value in given.items() if name not in every}
     return kept | {new: given[name] for name, new in retired.items() if new}
@@ -573,7 +573,7 @@ _FLAGS = {
     "decoupled_weight_decay": (True, "decay is always decoupled"),
     "differentiable": (False, "a step has no gradient"),
     "foreach": (False, "lists of tensors are updated together anyway"),
-    "fused": (False, "what can be fused is fused anyway"),
+    "fused": (False, "everything that can be is fused anyway"),
     "maximize": (False, "it minimizes (negate the loss)"),
 }
 FLAGS = frozenset(_FLAGS)

@@ -578,7 +578,7 @@ def _instead(key: str, needed: Collection[str]) -> str | None:
         return f"did you mean 'adamw_{key}'? Else remove it"
     if key in _OURS or str(key).startswith("_") or not config.near(key, _KNOWN):
         return None
-    return config.instead(key, _KNOWN) + ". Begin the name of what is yours with '_'"
+    return config.instead(key, _KNOWN) + ". Begin names of your own keys with '_'"
 
 
 def as_here(group: Group, now: Group) -> Group:
@@ -622,7 +622,7 @@ class Accepted:
         if len(groups) != count:
             raise OwnershipError(
                 f"opt.param_groups has {len(groups)} groups, but {count} were given: "
-                "add groups with opt.add_param_group, and freeze what is not to be trained"
+                "add groups with opt.add_param_group, and freeze parameters that are not trained"
             )
         each = enumerate(zip(groups, self.params, self._known))
         for number, (group, params, (keys, known)) in each:

@@ -298,12 +298,12 @@ class Muon(Optimizer):
         if kept or len(run.ownerships) > 1:
             where = f"in the {kept[0]!r} layout" if kept else "with several ownerships"
             return OwnershipError(
-                f"{change}: {where} that takes a new optimizer. Call own.close(), "
+                f"{change}: {where} this needs a new optimizer. Call own.close(), "
                 "dmuon.dedicate_params(model) and dmuon.Muon again, and load the old state_dict"
             )
         if run.schedule.never_full:
             return OwnershipError(
-                f"{change}: that is planned in a full step, and period=math.inf takes none"
+                f"{change}: planning takes a full step, and period=math.inf has none"
             )
         if not run.schedule.is_full(run.schedule.t):  # ranks can agree only in a full step
             return None
@@ -567,7 +567,7 @@ class Muon(Optimizer):
         found = self._plan().ownerships
         if len(found) > 1:
             raise OwnershipError(
-                f"this optimizer spans {len(found)} ownerships: ask each of the models for its own"
+                f"this optimizer spans {len(found)} ownerships: ask each model for its own"
             )
         return found[0]
 
@@ -691,7 +691,7 @@ class Muon(Optimizer):
             ConsensusError: another rank refuses it, or ranks load different states; nothing is
                 changed.
         """
-        run, what = self._run, "opt.load_state_dict()"
+        run, call = self._run, "opt.load_state_dict()"
         self.synchronize()
 
         def read() -> SavedState:
@@ -701,8 +701,8 @@ class Muon(Optimizer):
 
         transports = [o.runtime.transport for o in run.ownerships]
         for transport in transports:
-            transport.meet(what)
-        saved = attempt_in_all(transports, read, what=what, digest=SavedState.text)
+            transport.meet(call)
+        saved = attempt_in_all(transports, read, what=call, digest=SavedState.text)
         # The base class would cast state to the parameter's dtype and lose bits.
         kept, entries = dict(self.state), saved.entries
         super().load_state_dict({"state": {}, "param_groups": saved.groups})

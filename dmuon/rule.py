@@ -240,14 +240,14 @@ class Rule:
                 f"variant {self} fails on a stack {list(update.shape)} of {dtype}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for what, flaw in (
+        for required, flaw in (
             ("a finite update", not update.isfinite().all()),
             ("finite state", not all(s.isfinite().all() for s in state.values())),
             ("zeros for a matrix of zeros", update[1].any()),
         ):
             if flaw:
                 raise ValueError(
-                    f"variant {self} must give {what}, and does not on a random matrix"
+                    f"variant {self} must give {required}, and does not on a random matrix"
                 )
 
     def bytes(self, rows: int, cols: int) -> int:

@@ -66,17 +66,17 @@ def read_state(
     if bad := not_finite(values):
         raise OwnershipError(
             f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
-            "dtype that keeps them here. With them no step could ever be taken again: load an "
+            "dtype that keeps them here. With them every later step would be skipped: load an "
             "older checkpoint"
         )
     progress = _read_groups(groups, here, parameters, schedule)
     taken = 0 if progress is None else int(progress["step"])
     if taken and not is_list and not any(MOMENTUM in e for e in entries.values()):
         raise OwnershipError(
-            f"the optimizer state is of {taken} steps and has no momentum of any matrix. What "
-            "dcp.load is given must have the entries that it shall read, and those of an "
-            "optimizer are made by its first step, or by get_optimizer_state_dict(model, opt) "
-            "of torch.distributed.checkpoint.state_dict: load into what that gives"
+            f"the optimizer state is of {taken} steps and has no momentum of any matrix. dcp.load "
+            "reads only entries of the state that it is given, and an optimizer's entries are made "
+            "by its first step, or by get_optimizer_state_dict(model, opt) of "
+            "torch.distributed.checkpoint.state_dict: load into the result of that"
         )
     return SavedState(groups, entries, progress)
 
@@ -96,7 +96,7 @@ def _check_form(given: Any) -> None:
     ):
         flaw = "'param_groups' must be a list of dicts, each with a list as 'params'"
     if flaw is not None:
-        raise OwnershipError(f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}")
+        raise OwnershipError(f"this did not come from opt.state_dict() of a dmuon.Muon: {flaw}")
 
 
 def _by_parameter(
@@ -108,7 +108,7 @@ def _by_parameter(
     if len(keys) != len(named) or len(groups) != len(here):
         raise OwnershipError(
             f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
-            f"optimizer has {len(named)} in {len(here)}: make it with the groups of then; the "
+            f"optimizer has {len(named)} in {len(here)}: make it with the saved groups; the "
             "states of several optimizers (torch.optim.Muon, AdamW) are loaded together, as a list"
         )
     labels = [name for group in groups for name in group.get("param_names", ())]
@@ -128,8 +128,8 @@ def _by_parameter(
         order = [*map(dict(zip(ours, order)).__getitem__, theirs)]
     if foreign := sorted(map(str, entries.keys() - {*keys})):
         raise OwnershipError(
-            f"the optimizer state has entries of {foreign[:3]}, which none of its "
-            "param_groups lists: it was put together from several, or changed since"
+            f"the optimizer state has entries of {foreign[:3]}, which are in none "
+            "of its param_groups: it was combined from several, or changed after saving"
         )
     return {p: entries[key] for key, p in zip(keys, order) if key in entries}
 
@@ -160,12 +160,12 @@ def _joined(
                 raise OwnershipError(
                     f"one of the optimizer states has {len(entries)} parameters; "
                     f"{len(left)} {'matrices' if is_muon else 'others'} are left for them. Give "
-                    "both optimizers model.named_parameters(), then names decide"
+                    "both optimizers model.named_parameters(), so that names decide"
                 )
             found |= zip(left, entries)
     if differing := sorted(found.keys() ^ trained.keys()):
         raise OwnershipError(
-            "the optimizer states together must be of the parameters of this optimizer; these are "
+            "the optimizer states must together cover the parameters of this optimizer; these are "
             f"on one side only: {differing[:5]}"
         )
     adamws = {n for n, entry in found.items() if routes[n][1] and MOMENTUM not in entry}

@@ -75,8 +75,8 @@ class ParamsRuntime(LayoutRuntime):
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
         # Units as this rank sees them; `memory` may use them.
         self.units = units_for(units, self.shards, plan.topology, self.transport.rank)
-        what, how = (self.shards, plan.topology, units, travelling), (self.meter, sizes, like)
-        self.pipeline = Pipeline(*what, self.transport, *how, memory=memory, replicas=self._peers)
+        given, how = (self.shards, plan.topology, units, travelling), (self.meter, sizes, like)
+        self.pipeline = Pipeline(*given, self.transport, *how, memory=memory, replicas=self._peers)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit needs no traffic."""

@@ -177,7 +177,7 @@ def check_planned_together(transports: Sequence[Transport]) -> None:
     if alone and is_initialized() and dist.get_world_size() > 1:
         raise OwnershipError(
             "dmuon.Muon: the model was dedicated in a world of one process, before "
-            f"torch.distributed was initialized, which knows {dist.get_world_size()} now. Call "
+            f"torch.distributed was initialized with {dist.get_world_size()} processes. Call "
             "torch.distributed.init_process_group() before dmuon.dedicate_params"
         )
 
@@ -262,7 +262,7 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
     who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
     return ConsensusError(
         f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "
-        "there: the error raised there says what. Nothing was changed on any rank"
+        "there: see the error raised there. Nothing was changed on any rank"
     )
 
 

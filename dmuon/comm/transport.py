@@ -280,8 +280,8 @@ class C10dTransport(Transport):
                 f"a collective of dmuon ({tag!r}) failed or timed out after {self.steps} steps: "
                 f"{error}. Most likely another rank did not come to it: it died or raised an error "
                 "(look at the output of all ranks), or its hyperparameters or period differ. Ranks "
-                "may be in different steps: end them all and go on from the last checkpoint, as "
-                "torchrun --max-restarts=N does"
+                "may be in different steps: stop them all and continue from the last checkpoint, "
+                "as torchrun --max-restarts=N does"
             ) from error
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:

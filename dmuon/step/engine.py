@@ -343,8 +343,8 @@ class Engine(ABC):
         found = dict(sorted(reported, key=lambda pair: bool(pair[1])))
         names = [name for name, reason in found.items() if reason] or [*found]
         why = found.get(names[0]) if names else ""
-        what = f"momentum is {why}" if why else "gradients are not finite"
-        what = f"because {what}: {first_of(names) or 'their sum of squares'}"
+        cause = f"momentum is {why}" if why else "gradients are not finite"
+        cause = f"because {cause}: {first_of(names) or 'their sum of squares'}"
         skipped, kept = [], "They are"
         if blocks:
             first, s = message.since + blocks[0], "s" * (len(blocks) > 1)
@@ -354,7 +354,7 @@ class Engine(ABC):
         elif message.is_bad:
             skipped.append("a step was skipped on all ranks")
             kept = "Weights and optimizer state are"
-        text = f"dmuon: {' and '.join(skipped)}, {what}. {kept} as before it"
+        text = f"dmuon: {' and '.join(skipped)}, {cause}. {kept} as before it"
         text += f" (skipped so far: {skips.reported})"
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
@@ -496,8 +496,8 @@ class Engine(ABC):
         (matrices, rms), found = self._update_rms(), self._message.found
         numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.seen())]))
         last, watch, waits = self._last, self._telemetry.watch, self._runtime.meter.waits
-        what = last.steps, last.full, last.bytes.total(), watch, waits
-        return Record(*what, found.square, found.below_eps, matrices, numbers)
+        step = last.steps, last.full, last.bytes.total(), watch, waits
+        return Record(*step, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:
         """Yield (number of the param group, RMS) of the matrices that a step has updated."""
@@ -774,9 +774,9 @@ class StepTelemetry:
         warn(
             f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms per step on the matrices "
             f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
-            "balanced by prices that are wrong here: from another machine, of another ns_dtype or "
-            "ns_steps; or gradients are missing, or the machine is busy. "
-            'opt.stats()["kernels"] says what ran; '
+            "balanced by prices that are wrong here: from another machine, or for another ns_dtype "
+            "or ns_steps; or gradients are missing, or the machine is busy. "
+            'opt.stats()["kernels"] lists the kernels that ran; '
             'dmuon.dedicate_params(model, costs="measured") plans by the times of this machine',
             UserWarning,
             of_rank=True,

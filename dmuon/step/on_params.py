@@ -169,7 +169,7 @@ class ParamsEngine(Engine):
                 continue
             if not self._settings.schedule.always_full and not shards.is_local(i):
                 raise OwnershipError(
-                    f"variant {rule} needs whole rows, and what it keeps lies with one owner: "
+                    f"variant {rule} needs whole rows and keeps its state with one owner, but "
                     f"MuonBP takes block steps of {matrix.name!r}, which is cut, or lies on "
                     "several ranks. Use period=1, or leave variant= out"
                 )

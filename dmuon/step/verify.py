@@ -88,10 +88,10 @@ class Verifier:
             for source in "momentum", "gradient":
                 suspects = _odd_ranks(boxes, source)
                 if suspects:
-                    found_there = f"its {source} of before the step was another one there already"
+                    found_there = f"its {source} differed there before the step already"
                     break
             else:
-                suspects, found_there = far or unequal, "they are other ones there"
+                suspects, found_there = far or unequal, "they differ there"
             owners = next(batch.ranks for batch in plan.batches if i in batch.matrices)
             by = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
             where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
@@ -104,9 +104,9 @@ class Verifier:
             name = plan.specs.matrices[i].name
             raise CorruptionError(
                 f"verify_every: the weights of matrix {name!r}, updated by {by}, are not "
-                f"what gradient, momentum and weights of before give, {where}. Something "
-                "there corrupts data silently (memory, a core, a link), or it was written to. Go "
-                "on from the last checkpoint, without that machine"
+                f"the result of the previous gradient, momentum and weights, {where}. Something "
+                "there corrupts data silently (memory, a core, a link), or they were written to. "
+                "Continue from the last checkpoint, without that machine"
             )
 
 
