@@ -114,12 +114,12 @@ class WeightState(State):
 
     ::
 
-        state     parameters show  buffers have   reason                        may become
-        FREED     the kept part    no memory      never used, or all uses ended LAUNCHED
-        LAUNCHED  the kept part    weights, soon  all-gathers were issued       IN_USE, FREED
-        IN_USE    the buffers      weights        forward or backward runs      RECORDED, FREED
-        RECORDED  the buffers      weights        autograd recorded a use       HELD, FREED
-        HELD      the buffers      weights        the same                      FREED
+        state     parameters show  buffers have   reason                      may become
+        FREED     the kept part    no memory      unused, or all uses ended   LAUNCHED
+        LAUNCHED  the kept part    weights, soon  all-gathers were issued     IN_USE, FREED
+        IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
+        RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
+        HELD      the buffers      weights        the same                    FREED
 
     In HELD no hook will announce the backward, so the weights stay until it is done. A layer in use
     may be sent again into the same buffers; its state does not change.

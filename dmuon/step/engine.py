@@ -283,9 +283,9 @@ class Engine(ABC):
                 torch._foreach_copy_([w for w, _ in rounded], [t for _, t in rounded])
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        """Bring gradients to their owners and wait for published weights. Return ``refusal``, the
-        reason why this rank cannot take the step, or an error found here; `launch` raises it once
-        the other ranks can know."""
+        """Move gradients to where they are needed, and wait for published weights. Return
+        ``refusal``, the reason why this rank cannot take the step, or an error found here; `launch`
+        raises it once the other ranks can know."""
         self._message.raise_noted()
         self._report_skips()
         self._amp = amp
@@ -337,7 +337,7 @@ class Engine(ABC):
         is_error, alone = self._settings.nonfinite == "raise", self._settings.schedule.never_full
         if before.bit_length() == skips.reported.bit_length() and not is_error:
             return
-        # All ranks use the same list of names.
+        # Gather the names that ranks know, so that all use the same list.
         mine = self._suspects()
         reported = mine if alone else chain.from_iterable(transport.gather_objects(mine))
         found = dict(sorted(reported, key=lambda pair: bool(pair[1])))

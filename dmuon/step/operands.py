@@ -293,7 +293,7 @@ class Operands(_InOrder):
 
         Return every operand's norm, by position, in float64, because the square of 1e30 overflows
         in float32 and long float32 sums are inexact. Valid until the next call. For blocks without
-        an operand the number only is finite if the gradient is.
+        an operand the number is merely finite where the gradient is.
         """
         # Where eps dominates such small norms, as it does zeros, they may count as zeros.
         may_vanish = all(hypers[chunk.group].eps > 1e-15 for chunk in self._chunks)

@@ -179,7 +179,7 @@ class VerdictMessage:
         self._count, self._compares = 0, False  # messages so far; whether the last has samples
         self.found = Findings()
         self._pending: HostCopy | None = None  # of values that may be an error on all ranks
-        self._compared: Any = ()  # the values behind the number of the last message
+        self._last_values: Any = ()  # the values behind the number of the last message
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
         empty = torch.zeros(self._fields.size, dtype=torch.float64)
         empty[self._fields.flags] = 1.0
@@ -294,7 +294,7 @@ class VerdictMessage:
         if late is not None:
             self.found.since = self._schedule.last_full + 2  # steps are counted from 1
             vector[self._fields.late : self._fields.alike].copy_(late)
-        self._compared = self._schedule.t, self._digest.texts
+        self._last_values = self._schedule.t, self._digest.texts
         number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
         vector[end + _SQUARE].fill_(number * number)
@@ -413,7 +413,7 @@ class VerdictMessage:
 
     def _raise_difference(self) -> None:
         """Raise ConsensusError, on every rank, with the differences behind the last message."""
-        steps, texts = zip(*self._transport.gather_objects(self._compared))
+        steps, texts = zip(*self._transport.gather_objects(self._last_values))
         counts = different([{"the count": str(step)} for step in steps])
         if counts:
             raise ConsensusError(
