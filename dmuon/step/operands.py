@@ -100,7 +100,7 @@ class BlockState:
         for i in self._muon:
             p = runtime.parameters[i].detach()
             entry = optimizer.state[runtime.parameters[i]]
-            if MOMENTUM in entry:  # kept from an earlier plan
+            if MOMENTUM in entry:  # it plans again
                 continue
             if masters and p.dtype.itemsize < 4:
                 entry[MASTER] = p.float()
