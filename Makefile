@@ -21,7 +21,7 @@ help:
 	@echo "make test    run the test suite; ARGS='tests/unit/test_plan.py -k batch' runs a part of it"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure; results in out/"
-	@echo "make soak    train for ten minutes in all layouts in turn, beside a twin in one process"
+	@echo "make soak    train random models with random options in all layouts, beside one process"
 	@echo "make docs    build the documentation site; out/site/index.html"
 	@echo "make dist    build wheel and sdist of the last commit, and try them; results in dist/"
 	@echo ""
@@ -60,7 +60,7 @@ bench: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json
 
 soak: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --world $(NPROC) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.test_matrix --rounds 10 $(ARGS)
 
 dist: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.release

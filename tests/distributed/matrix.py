@@ -3,8 +3,8 @@
 A `Case` trains a small model in one layout, perhaps saves it and goes on in another. Weights, state
 and losses must be those of a single process without distribution. Gradients are sums of small whole
 numbers, exact in every dtype and order of summation, so that a difference is dmuon's doing however
-many ranks there are. `covering` draws cases until each layout has met each value of each option,
-and `simplest` makes a failing case small.
+many ranks there are. `covering` draws cases until each kind of layout has met each value of each
+option, and `simplest` makes a failing case small.
 """
 
 from __future__ import annotations
@@ -194,6 +194,12 @@ LAYOUTS = {
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel_shards),
     "ep+fsdp": _EP,
 }
+# Layouts of one kind, which differ in their number of ranks, share the cases of their kind.
+KINDS_OF_LAYOUTS = [
+    ("fsdp2", "fsdp3", "fsdp4"), ("ddp2", "ddp3", "ddp4"), ("reduced2", "reduced3"),
+    ("dedicated2", "dedicated3"),
+]  # fmt: skip
+KINDS_OF_LAYOUTS += [(name,) for name in LAYOUTS if not any(name in k for k in KINDS_OF_LAYOUTS)]
 SHARDED = ("fsdp2", "fsdp3", "fsdp4", "hsdp", "tp", "tp+fsdp", "ep+fsdp")
 REDUCED = ("reduced2", "reduced3", "reduced ddp")
 DEDICATED = ("dedicated2", "dedicated3", "dedicated fsdp", "dedicated hsdp", "dedicated tp")
@@ -348,9 +354,13 @@ class Case:
         torch.manual_seed(self.seed)
         return Model(self.pieces).to(torch.bfloat16 if self.masters else torch.float32)
 
-    def splits(self) -> dict[str, tuple[int, ...]]:
+    def splits(self) -> dict[str, Any]:
+        """One after the other, or alternating where the layouts allow it."""
+        is_woven = not {*self.layouts} & {*DEDICATED} and self.seed % 2
         return {
-            f"blocks.{i}.proj.weight": (piece.rows,) * piece.count
+            f"blocks.{i}.proj.weight": f"interleaved:{piece.count}"
+            if is_woven and piece.count > 1
+            else (piece.rows,) * piece.count
             for i, piece in enumerate(self.pieces)
             if piece.kind == "fused" and min(piece.shape) > 1
         }
@@ -443,6 +453,8 @@ def _pieces(dice: random.Random) -> tuple[Piece, ...]:
         return dice.choice(SIZES)
 
     some = [Piece("linear", size() + 1, size() + 1)]
+    if dice.random() < 0.5:  # a batch may hold a matrix beside its transpose
+        some.append(Piece("linear", some[0].cols, some[0].rows))
     kinds = dice.sample(KINDS, dice.randint(1, 4))
     return (*some, *(Piece(kind, size(), size(), dice.randint(1, 4)) for kind in kinds))
 
@@ -454,32 +466,55 @@ def _others(layout: str, case: Case) -> list[str]:
     return [n for n in near if replace(case, other=n).is_consistent and n != layout]
 
 
-def covering(layout: str, seed: int = 0) -> list[Case]:
-    """Cases in which a layout meets each value of each option that it knows."""
-    dice = random.Random(f"{layout} {seed}")
-    todo = {(o, v) for o, values in OPTIONS.items() for v in values if is_legal(layout, o, v)}
+Choices = tuple[tuple[str, Any], ...]  # options with a value each
+# Where the host cannot read, these are computed by other code.
+ON_BOTH_HOSTS = ("momentum_dtype", "masters")
+
+
+def legal(layouts: tuple[str, ...]) -> set[Choices]:
+    """What some case must choose: each value of each option that any of these layouts knows."""
+    each = [(option, value) for option, values in OPTIONS.items() for value in values]
+    each = [one for one in each if any(is_legal(name, *one) for name in layouts)]
+    hosts = [one for one in each if one[0] == "host"]
+    pairs = {(host, one) for host in hosts for one in each if one[0] in ON_BOTH_HOSTS}
+    return pairs | {(one,) for one in each}
+
+
+def has(case: Case, choices: Choices) -> bool:
+    return all(getattr(case, option) == value for option, value in choices)
+
+
+def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
+    """Cases in which layouts of one kind, in turn, meet each value of each option they know."""
+    dice = random.Random(f"{layouts[0]} {seed}")
+    todo = legal(layouts)
     found: list[Case] = []
     while todo:
+        layout = layouts[len(found) % len(layouts)]
         case = Case(layout, _pieces(dice), seed=dice.randrange(100))
-        if any(value in _LATE for _, value in todo):  # something for AdamW, and two matrices
+        if any(
+            value in _LATE for choices in todo for _, value in choices
+        ):  # something for AdamW, and two matrices
             more = Piece("vector", 5, 1), Piece("linear", 4, 6)
             case = replace(case, pieces=(*case.pieces, *more))
         wanted = sorted(todo, key=str)
         dice.shuffle(wanted)
-        for option, value in wanted:
-            more = case.with_(**{option: value})
-            if dict(case.chosen).get(option) is None and more.is_consistent:
+        for choices in wanted:
+            more, known = case.with_(**dict(choices)), dict(case.chosen)
+            if all(known.get(o) in (None, v) for o, v in choices) and more.is_consistent:
                 case = more
         for option, values in OPTIONS.items():  # what is covered already meets the others again
             more = case.with_(**{option: dice.choice(values)})
             if dict(case.chosen).get(option) is None and dice.random() < 0.3 and more.is_consistent:
                 case = more
         if case.then:
-            others = _others(layout, case)
-            case = replace(case, other=dice.choice(others)) if others else case.with_(then="")
+            others, turn = _others(layout, case), [*LAYOUTS].index(layout) + 4 * len(found)
+            # In turn, so that each layout goes on from some checkpoint.
+            other = others[(turn + seed) % len(others)] if others else ""
+            case = replace(case, other=other) if other else case.with_(then="")
         before = len(todo)
-        todo -= {(option, getattr(case, option)) for option in OPTIONS}
-        assert len(todo) < before or len(found) < 100, f"{layout} never meets {todo}"
+        todo -= {choices for choices in todo if has(case, choices)}
+        assert len(todo) < before or len(found) < 100, f"{layouts} never meet {todo}"
         found.append(case)
     return found
 
@@ -523,6 +558,7 @@ def expected_of(case: Case) -> dict[str, Any]:
     block = {"period": case.period, "block_lr_ratio": 0.7 if case.period == 3 else None}
     oracle = BlockReference(model, {}, **block, splits=case.splits(), **case.settings())
     losses, start = [], {n: p.detach().clone() for n, p in model.named_parameters()}
+    norm = 0.0
     for step in range(STEPS):
         if case.period > 1:
             name = case.layout if step < SAVE_AT or not case.then else case.other
@@ -539,11 +575,15 @@ def expected_of(case: Case) -> dict[str, Any]:
                 p.grad = None
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        norm = float(
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        )
         oracle.schedule.advance() if case.is_bad(step) else oracle.step()
         oracle.zero_grad()
     state = {**oracle.state, **(oracle.adamw.state if oracle.adamw is not None else {})}
     return {
         "losses": losses,
+        "grad_norm": norm,  # of the last step
         "start": start,
         "weights": {n: p.detach() for n, p in model.named_parameters()},
         "state": {n: state[p] for n, p in model.named_parameters() if state.get(p)},
@@ -661,6 +701,8 @@ def half(
             else:
                 state = packed(training.whole())
             told = {key: training.opt.stats()[key] for key in ("skipped", "finite")}
+            if case.host == "reads":
+                told |= {k: v for k, v in training.opt.metrics().items() if k == "grad_norm"}
             training.close()
         is_whole = rank == 0 or copies(case.layout if saved is None else case.other) > 1
         found.append((losses, state if is_whole else hashlib.sha256(state).digest(), told))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import doctest
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -66,43 +65,21 @@ def _doubled(honest, rank, self, tensor, *, tag, maximum=False):
     return honest(self, tensor.mul_(2) if tag == "rest" else tensor, tag=tag, maximum=maximum)
 
 
-def lost_broadcast(prefix):
-    """What rank 1 should receive never gets there."""
+def stale_weights(monkeypatch, rank):
+    """Rank 1 receives for forward what it received the time before."""
+    honest, seen = C10dTransport.all_gather, {}
 
-    def broadcast(honest, rank, self, tensor, src, *, tag):
-        lost = tag.startswith(prefix) and rank == 1 and src != self.rank
-        return honest(self, tensor.clone() if lost else tensor, src, tag=tag)
-
-    return planted(C10dTransport, "broadcast", broadcast)
-
-
-def wrong_broadcast(prefix, change):
-    """Rank 1 receives something else: ``change(what arrived, what arrived the time before)``."""
-    seen = {}
-
-    def changed(work, rank, self, tensor, src, tag):
-        if tag.startswith(prefix) and rank == 1 and src != self.rank:
-            work.wait()
-            arrived, key = tensor.clone(), (tag, src, tensor.numel())
-            tensor.data.copy_(change(arrived, seen.get(key, arrived)))
-            seen[key] = arrived
-
-    def broadcast(honest, rank, self, tensor, src, *, tag):
-        work = honest(self, tensor, src, tag=tag)
-        changed(work, rank, self, tensor, src, tag)
-        return work
-
-    def all_gather(honest, rank, self, parts, *, tag, **how):
+    def all_gather(self, parts, *, tag, **how):
         work = honest(self, parts, tag=tag, **how)
         for src, part in enumerate(parts):
-            changed(work, rank, self, part, src, tag)
+            if tag.startswith("forward") and rank == 1 and src != self.rank:
+                work.wait()
+                arrived, key = part.clone(), (tag, src, part.numel())
+                part.data.copy_(seen.get(key, arrived))
+                seen[key] = arrived
         return work
 
-    def plant(monkeypatch, rank):
-        planted(C10dTransport, "broadcast", broadcast)(monkeypatch, rank)
-        planted(C10dTransport, "all_gather", all_gather)(monkeypatch, rank)
-
-    return plant
+    monkeypatch.setattr(C10dTransport, "all_gather", all_gather)
 
 
 class OnWait:
@@ -294,43 +271,22 @@ def test_weights_that_are_cast_for_use_and_masters_are_those_of_the_reference(ra
     assert report.passed and report.rows[0].criterion.startswith("of an update"), str(report)
 
 
-def larger(arrived, before):
-    return 1.07 * arrived
-
-
-DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]  # of weights, of Newton-Schulz
 SHARDED = {"layers": 1, "steps": 1}
 # Two steps, because weights that arrive late are right in the first one.
 DEDICATED = {"layout": "dedicated", "layers": 1, "steps": 2}
-# Where a fault is planted, and settings. What is large shows in any precision.
+# Where a fault is planted, and settings: one row for each way in which something can go wrong.
 FAULTS = [
-    # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
-    *(
-        ("reduced", scaled(1.07), {"of": of, "lr": lr})
-        for of, lr in zip(DTYPES, (1e-3, 1e-3, 0.02))
-    ),
-    ("reduced", scaled(0.0), {"of": DTYPES[1]}),
-    ("reduced", scaled(-1.0), {"of": DTYPES[2]}),
-    ("reduced", lost_gradient("gradients"), {"of": DTYPES[0]}),
-    ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": DTYPES[0], "lr": 0.02}),
-    ("reduced", lost_message("updates"), {"of": DTYPES[1]}),
-    # After which nothing more is applied, and so nothing more is published.
-    ("reduced", wrong_broadcast("updates", lambda new, _: new * math.nan), {"of": DTYPES[2]}),
-    *(("tp+fsdp", scaled(1.07), SHARDED | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
-    ("ep+fsdp, split experts", scaled(-1.0), SHARDED),
+    ("reduced", scaled(1.07), {"of": (FP32, FP32)}),
+    ("reduced", scaled(0.0), {"of": (FP32, BF16)}),
+    ("reduced", scaled(-1.0), {"of": (BF16, BF16)}),
+    ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": (FP32, FP32), "lr": 0.02}),
+    ("tp+fsdp", scaled(1.07), SHARDED | {"ns_dtype": BF16}),
     ("fsdp4", lost_message("gather"), SHARDED),
-    ("fsdp4", lost_message("scatter"), SHARDED),
     ("hsdp", lost_message("replicate"), SHARDED),
-    ("plain", scaled(1.07), DEDICATED | {"ns_dtype": BF16}),
-    ("tp+dp", scaled(1.07), DEDICATED | {"ns_dtype": FP32}),
     ("plain", lost_gradient("gradients"), DEDICATED),
-    ("plain", wrong_broadcast("forward", lambda arrived, before: before), DEDICATED),  # stale
-    ("fsdp2", wrong_broadcast("forward", larger), DEDICATED),
-    ("fsdp2", wrong_broadcast("backward", larger), DEDICATED),
-    ("tp+dp", lost_message("gather"), DEDICATED),
+    ("plain", stale_weights, DEDICATED),
     ("tp+dp", lost_message("scatter"), DEDICATED),
     ("hsdp", forward_does_not_wait, DEDICATED),
-    ("hsdp", lost_broadcast("publish"), DEDICATED),
     ("hsdp", lost_gradient("gradients across replicas"), DEDICATED),
 ]
 WORLDS = [2 if name == "reduced" else BY_NAME[name].world for name, *_ in FAULTS]

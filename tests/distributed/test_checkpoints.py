@@ -1,6 +1,6 @@
-"""Checkpoints: what is saved in one layout trains on in any other; `test_matrix` draws pairs.
+"""Checkpoints: torch's options, files, periods, damage.
 
-`python -m tests.distributed.test_checkpoints` prints how far they are apart.
+`test_matrix` saves in one layout and goes on in another, with masters and what variants keep.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import copy
 import io
 import math
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,50 +123,6 @@ class Training(Trained):
         self.schedule.last_epoch = SAVED_AT
 
 
-# ---- from one to another ---------------------------------------------------------------------
-
-
-def save(
-    rank: int, world: int, name: str, folder: str, steps: int = STEPS, **settings: Any
-) -> None:
-    """A checkpoint, all that is in it, and the weights of a run that goes on without it."""
-    training = Training(CASES[name], **settings)
-    training.train(range(SAVED_AT))
-    training.save(f"{folder}/{name}")
-    saved = training.whole()
-    training.train(range(SAVED_AT, SAVED_AT + steps))
-    found = training.weights()
-    if rank == 0:
-        torch.save(saved, f"{folder}/{name}.state.pt")
-        torch.save(found, f"{folder}/{name}.pt")
-    training.close()
-
-
-def load(
-    rank: int,
-    world: int,
-    name: str,
-    folder: str,
-    others: Sequence[str],
-    steps: int = STEPS,
-    **settings: Any,
-) -> dict[str, float]:
-    """Each checkpoint is taken over to the bit; the largest differences after going on from it."""
-    training = Training(CASES[name], seed=1, **settings)
-    training.train(range(1))  # it has learnt something else
-    found = {}
-    for other in others:
-        training.load(f"{folder}/{other}")
-        saved = torch.load(f"{folder}/{other}.state.pt")
-        assert_bitwise(training.whole()["optim"]["state"], saved["optim"]["state"], other)
-        training.train(range(SAVED_AT, SAVED_AT + steps))
-        expected, weights = torch.load(f"{folder}/{other}.pt"), training.weights()
-        assert weights.keys() == expected.keys()
-        found[other] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
-    training.close()
-    return found
-
-
 # ---- DDP forms its buckets anew after the first backward -----------------------------------------
 
 
@@ -200,33 +155,6 @@ def test_going_on_under_ddp(rank, world, tmp_path):
     assert found == {"backward": 0.0, "unused": 0.0}
 
 
-# ---- what is saved is what is there afterwards -----------------------------------------------
-
-MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
-
-
-@distributed(2)
-def test_masters_travel_between_layouts(rank, world, tmp_path):
-    """Half-precision weights and what is kept behind them, from every layout to every other."""
-    settings: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
-    expected = {}
-    for name in MASTERS:
-        training = Training(CASES[name], **settings)
-        training.train(range(2))
-        training.save(str(tmp_path / name))
-        expected[name] = training.whole()
-        entry = expected[name]["optim"]["state"]["blocks.0.mix.weight"]
-        assert entry["master_weight"].dtype == entry["momentum_buffer"].dtype == torch.float32
-        training.close()
-    for name in MASTERS:
-        training = Training(CASES[name], seed=1, **settings)
-        for other in MASTERS:
-            training.load(str(tmp_path / other))
-            assert_bitwise(training.whole(), expected[other], f"{name} {other}")
-            training.train(range(1))
-        training.close()
-
-
 # ---- torch's options -------------------------------------------------------------------------
 
 FULL = {"full_state_dict": True}
@@ -247,8 +175,9 @@ OWNERS = [name for name, laid in CASES.items() if laid.own]
 
 @cases("ddp", *OWNERS, "fsdp2", "tp+fsdp")
 def test_torchs_options_give_and_take_the_state(rank, world, name):
-    """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit."""
-    first = Training(CASES[name])
+    """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit, what a
+    variant keeps included."""
+    first = Training(CASES[name], variant="normuon")
     first.train(range(SAVED_AT))
     saved = {}
     for form, (saving, _) in OPTIONS.items():
@@ -263,7 +192,7 @@ def test_torchs_options_give_and_take_the_state(rank, world, name):
     first.train(range(SAVED_AT, SAVED_AT + 2))
     expected = first.weights()
     first.close()
-    again = Training(CASES[name], seed=1)
+    again = Training(CASES[name], seed=1, variant="normuon")
     again.train(range(1))
     for form, loading in [*((f, options[1]) for f, options in OPTIONS.items()), ("plain", FULL)]:
         state = saved["full" if form == "plain" else form]
@@ -368,15 +297,12 @@ def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name
 # ---- MuonBP ------------------------------------------------------------------------------
 
 IN_BLOCKS = {"fsdp2": "tp", "tp": "hsdp", "hsdp": "tp+fsdp", "tp+fsdp": "fsdp2"}
-PERIODS = {"3": 3, "linear": dmuon.LinearPeriod(1, 4, 6)}
-FULL_STEPS = {"3": [0, 3, 6, 9], "linear": [0, 1, 3, 7]}
+FULL_STEPS = [0, 1, 3, 7]
 
 
-def in_mid_period(
-    rank: int, world: int, name: str, period: str, folder: str, first: int, last: int
-) -> None:
+def in_mid_period(rank: int, world: int, name: str, folder: str, first: int, last: int) -> None:
     """Steps ``first`` to ``last``, from the checkpoint of another mesh where there is one."""
-    training = Training(CASES[name], period=PERIODS[period])
+    training = Training(CASES[name], period=dmuon.LinearPeriod(1, 4, 6))
     training.schedule = torch.optim.lr_scheduler.StepLR(training.opt, 3, gamma=0.5)
     if first:
         state = {**training.state(), "schedule": training.schedule.state_dict()}
@@ -388,7 +314,7 @@ def in_mid_period(
     for step in range(first, last):
         assert training.opt.param_groups[0]["lr"] == MUON["lr"] * 0.5 ** (step // 3)
         training.train(range(step, step + 1))
-        assert training.opt.stats()["full_step"] is (step in FULL_STEPS[period]), step
+        assert training.opt.stats()["full_step"] is (step in FULL_STEPS), step
     dcp.save({**training.state(), "schedule": training.schedule.state_dict()}, checkpoint_id=folder)
     whole = training.whole()
     if rank == 0:
@@ -396,13 +322,11 @@ def in_mid_period(
     training.close()
 
 
-@pytest.mark.parametrize("period", PERIODS)
-def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: str) -> None:
+def test_a_changing_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path) -> None:
     """Through four meshes, each of which saves in the middle of a period."""
     name, first = "fsdp2", 0
     for last in (2, 5, 8, 11):
-        arguments = {"name": name, "period": period, "folder": str(tmp_path)}
-        arguments |= {"first": first, "last": last}
+        arguments = {"name": name, "folder": str(tmp_path), "first": first, "last": last}
         pools(CASES[name].world).run(__name__, "in_mid_period", arguments)
         name, first = IN_BLOCKS[name], last
 
@@ -516,26 +440,3 @@ def test_what_is_damaged_or_does_not_fit_changes_nothing(rank, world, name, tmp_
     training.load(str(undamaged))
     training.train(range(2, 4))
     training.close()
-
-
-def print_table(**muon: Any) -> None:
-    """The largest differences over all pairs of layouts, as Markdown; with arguments of Muon."""
-    module, pools, names = "tests.distributed.test_checkpoints", Pools(), list(CASES)
-    with tempfile.TemporaryDirectory() as folder:
-        both = {"folder": folder, "steps": 5, **muon}
-        for name, case in CASES.items():
-            pools(case.world).run(module, "save", {"name": name, **both})
-        found = {}
-        for name, case in CASES.items():
-            ranks = pools(case.world).run(module, "load", {"name": name, "others": names, **both})
-            found[name] = {other: max(r[other] for r in ranks) for other in names}
-    pools.close()
-    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in names))
-    print("|---|" + "---|" * len(names))
-    for saved in names:
-        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in names)
-        print(f"| {saved} |", *(f"{cell} |" for cell in cells))
-
-
-if __name__ == "__main__":
-    print_table()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -13,17 +12,12 @@ from torch import Tensor
 
 import dmuon
 from dmuon.dtensors import whole_tensor
-from dmuon.reference import ReferenceMuon
-from dmuon.tools.parallel_models import ParallelModel
-from dmuon.tools.parallel_models import batch as parallel_batch
-from dmuon.tools.parallel_models import loss_of as parallel_loss_of
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts, mesh_of
+from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
-from tests.distributed.test_checkpoints import CASES
 from tests.distributed.twins import MUON, both
 
 # A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
@@ -77,32 +71,6 @@ class Late:
 
     def check(self) -> None:
         assert_close(self.weights(), {n: p.detach() for n, p in self.twin.named_parameters()})
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("plain", "unfrozen"), ("ddp", "group"), ("fsdp2", "unfrozen"), ("fsdp2", "dedicated before")],
-)
-@distributed(2)
-def test_they_are_trained_from_then_on(rank, world, kind, how):
-    for which, names in LATE.items():
-        if (which, how) == ("all matrices", "dedicated before"):
-            continue
-        late = Late(kind, how, names)
-        late.train(range(2))
-        before = {p: late.opt.state[p] for p in late.opt.state}
-        kept = {p: dict(entry) for p, entry in before.items()}
-        late.begin()
-        late.train(range(2, 5))
-        late.check()
-        # What was there goes on in the same memory.
-        assert all(
-            late.opt.state[p][key] is value
-            for p, entry in kept.items()
-            for key, value in entry.items()
-        )
-        assert late.opt.stats()["steps"] == 5
-        late.opt.ownership.close()
 
 
 @pytest.mark.parametrize(
@@ -260,35 +228,3 @@ def test_layouts_of_owners_say_what_to_do(rank, world, layout):
         ):
             opt.step()
     own.close()
-
-
-@pytest.mark.parametrize("variant", [None, "normuon"])
-@distributed(2)
-def test_a_matrix_comes_late_beside_some_with_copies(
-    rank: int, world: int, variant: str | None
-) -> None:
-    """Tensor parallelism leaves some weights whole on every rank: each copy has its owner, also
-    when `dedicate_params` planned first, and its state is taken back."""
-    torch.manual_seed(0)
-    twin = ParallelModel(width=14, hidden=6, layers=2, experts=4)
-    model = copy.deepcopy(twin)
-    late = model.blocks[0].mix.weight
-    late.requires_grad_(False)
-    laid = CASES["tp"]
-    model = laid.wrap(model, mesh_of(laid.mesh, laid.axes))
-    dmuon.dedicate_params(model)
-    settings = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32, "variant": variant}
-    opt, reference = dmuon.Muon(model, **settings), ReferenceMuon(twin, **settings)
-    for step in range(4):
-        if step == 2:
-            late.requires_grad_(True)
-        for one in (model, twin):
-            one.zero_grad()
-            parallel_loss_of(one, parallel_batch(step, 0)).backward()
-        if step < 2:
-            twin.blocks[0].mix.weight.grad = None
-        opt.step()
-        opt.load_state_dict(opt.state_dict())
-        reference.step()
-    found = {n: whole_tensor(p.detach()) for n, p in model.named_parameters()}
-    assert_close(found, {n: p.detach() for n, p in twin.named_parameters()})

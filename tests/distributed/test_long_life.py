@@ -36,7 +36,6 @@ from tests.internals import (
     ParamsEngine,
     ParamsRuntime,
 )
-from tests.soak import soak
 
 pytestmark = pytest.mark.cpu_only("counts gloo's threads and files")
 
@@ -217,12 +216,6 @@ def test_the_same_model_dedicated_twice_in_turn(rank, world, name):
         renew(training, number + 1, state)
     straight.close()
     training.close()
-
-
-@distributed(2)
-def test_hundreds_of_steps_in_all_layouts_in_turn(rank, world):
-    """The short form of `make soak`."""
-    soak(rank, world, seed=1, steps=400, seconds=12.0, say=False)
 
 
 # ---- what fails on one rank while a plan is carried out -----------------------------------------

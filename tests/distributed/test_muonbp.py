@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 import dmuon
 from benchmarks import muonbp
 from dmuon.dtensors import local_tensor
-from tests.distributed.compare import assert_bitwise, gathered
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, vocabulary
 from tests.distributed.twins import Rows, both
-from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
 BLOCKS = Rows()
@@ -33,30 +31,12 @@ def in_blocks(layout: str | Layout, period: Any, ratio: float | None = 0.7, **ca
 in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
 in_blocks("ep+fsdp, split experts", math.inf, steps=2)
 in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
-# Weights that are stored (in, out) and cut side by side.
-FUSED = {"build": FusedModel, "muon": {"adjust_lr_fn": "original"}, "steps": 4}
-in_blocks("fsdp4", 2, select={"splits": FusedModel.splits, "heads": FusedModel.heads}, **FUSED)
-in_blocks("fsdp4", 2, select={"splits": FusedModel.interleaved}, **FUSED)
 
 
 @BLOCKS.each()
 @distributed()
 def test_blocks_are_orthogonalized_alone(rank, world, name):
     BLOCKS.follow(name)
-
-
-def weights_after(steps: int, **only: Any) -> Mapping[str, Tensor]:
-    with both(layout="fsdp2", only=only) as pair:
-        pair.train_alone(range(steps))
-        return pair.whole()
-
-
-@distributed(2)
-def test_period_one_is_muon_bitwise(rank, world):
-    plain = weights_after(2)
-    assert_bitwise(weights_after(2, period=1), plain)
-    blocks = weights_after(2, period=2)
-    assert not all(torch.equal(blocks[name], weight) for name, weight in plain.items())
 
 
 @distributed(4)

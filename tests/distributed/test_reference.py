@@ -10,26 +10,21 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from dmuon.dtensors import whole_tensor
-from dmuon.scheduler.select import trainable_parameters
 from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import (
-    AT_OWNERS,
     IN_TURN,
     LAYOUTS,
     layouts,
@@ -42,7 +37,6 @@ from tests.distributed.models import (
     Net,
     Pieces,
     Used,
-    ZooBlocks,
     batch,
     loss_of,
     seeded,
@@ -51,7 +45,6 @@ from tests.distributed.models import (
 )
 from tests.distributed.twins import Rows, both, scheduled
 from tests.fused import FusedModel
-from tests.transports import DelayingTransport
 
 BF16 = torch.bfloat16
 ROWS = Rows()
@@ -68,29 +61,6 @@ def numbers_of_numpy(pair, step):
 
 ROWS.add("numbers of numpy", "fsdp2", muon={"ns_steps": 4}, round=numbers_of_numpy)
 
-ROWS.add("convolutions, experts, attention", *AT_OWNERS, "ddp", "fsdp2", build=ZooBlocks)
-for name in ("tp+fsdp", "ep+fsdp, split experts", "hsdp+tp"):
-    ROWS.add(f"mesh {name}", name)
-ROWS.add("replicas of pieces", "dedicated fsdp", world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
-
-
-def in_mixed_batches(pair, step):
-    matrices, batches = pair.own.plan.specs.matrices, pair.own.plan.batches
-    assert any(len({matrices[i].shape for i in b.matrices}) > 1 for b in batches)
-    pair.both_backward(step)
-
-
-# Each matrix is updated by its own rows and columns, also where it shares a batch with transposes.
-for adjust in ("original", None):
-    for build in (Net, ZooBlocks):
-        for world in (1, 2):
-            name = f"{build.__name__} adjusted by {adjust}, {world=}"
-            more = {"round": in_mixed_batches} if build is Net and world == 1 else {}
-            ROWS.add(
-                name, "dedicated", "reduced", world=world, build=build, steps=2,
-                muon={"adjust_lr_fn": adjust}, **more,
-            )  # fmt: skip
-
 
 def in_another_order() -> DeviceMesh:
     names = ("replicate", "shard")
@@ -98,71 +68,22 @@ def in_another_order() -> DeviceMesh:
     return DeviceMesh(device, [[0, 2], [1, 3]], mesh_dim_names=names)
 
 
-ROWS.add(
-    "another order of ranks",
-    "dedicated",
-    "dedicated fsdp",
-    "reduced",
-    world=4,
-    mesh=in_another_order,
-)
+LAID = ("dedicated", "dedicated fsdp", "reduced")
+ROWS.add("another order of ranks", *LAID, world=4, mesh=in_another_order)
 ROWS.add("another order, replicas", "hsdp", mesh=in_another_order)
-
-FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
-for adjust in ("original", "match_rms_adamw"):
-    fused = {"build": FusedModel, "select": FUSED, "muon": {"adjust_lr_fn": adjust}}
-    ROWS.add(f"fused weights stored (in, out), {adjust}", "fsdp4", steps=6, **fused)
-    # Projections that alternate; ranks cut dims of 10 as 3, 3, 3, 1, wherever the steps are.
-    fused["select"] = {"splits": FusedModel.interleaved}
-    for name in ("fsdp4", "hsdp", "reduced ddp"):
-        ROWS.add(f"interleaved in {name}, {adjust}", name, steps=3, **fused)
-# Pieces side by side, in the order in which gradients travel to owners.
-ROWS.add("fused weights to owners", "reduced", "reduced ddp", build=FusedModel, select=FUSED)
-WOVEN = {
-    "*.mlp.up.weight": "interleaved:3",
-    "*.mlp.down.weight": {"sizes": "interleaved:5", "dim": 1},
-    "*.q_proj.weight": "interleaved:2",
-}
-for name in ("tp", "tp+fsdp"):
-    ROWS.add(f"interleaved in {name}", name, select={"splits": WOVEN}, muon={"adjust_lr_fn": None})
-for name in ("ep+fsdp", "ep+fsdp, split experts"):
-    woven = {"*.experts.w1": "interleaved:2", "*.experts.w2": {"sizes": "interleaved:3", "dim": 2}}
-    ROWS.add(f"interleaved in {name}", name, select={"splits": woven})
-
-# ---- tensor parallelism in the dedicated layout ----------------------------------------------
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Columns and rows; torch's styles take rows that do not divide only if columns are joined."""
-    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if model.blocks[0].up.weight.shape[0] % 2:
-        styles = {"up": ColwiseParallel(output_layouts=Replicate())}
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], styles)
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-def clipped(pair, step):
-    """Of `both`: each step's norm is the twin's."""
-    pair.both_backward(step)
-    found = float(dmuon.clip_grad_norm_(pair.model, 0.5))
-    expected = float(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5))
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
-def with_tp(name, *shape):
-    axes = ("replicate", "shard", "tp")[-len(shape) :] if len(shape) == 3 else ("dp", "tp")
-    return replace(LAYOUTS[name], mesh=shape, axes=axes, wrap=parallel)
-
-
-for degree, hidden in ((2, 56), (2, 57), (4, 56)):
-    laid = [
-        with_tp(name, 4 // degree, degree)
-        for name in ("dedicated", "dedicated kept", "dedicated fsdp")
-    ]
-    build = partial(Net, hidden=hidden)
-    ROWS.add(f"{degree} x {hidden} columns", *laid, build=build, round=clipped)
-ROWS.add("replicas, shards and columns", with_tp("dedicated", 2, 2, 2))
+CUBE = {"mesh": (2, 2, 2), "axes": ("replicate", "shard", "tp"), "wrap": parallel}
+ROWS.add("replicas, shards and columns", replace(LAYOUTS["dedicated"], **CUBE))
+# Pieces side by side, in the order in which gradients travel to owners.
+FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
+ROWS.add("fused weights to owners", "reduced", "reduced ddp", build=FusedModel, select=FUSED)
 
 # ---- unusual models, and what DDP offers -----------------------------------------------------
 
@@ -180,23 +101,8 @@ class TwoMatrices(nn.Module):
         return self.b(self.a(self.tok(tokens))) * self.scale
 
 
-class OnlyMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(9, 7, bias=False)
-        self.b = nn.Linear(7, 12, bias=False)
-
-    def forward(self, tokens):
-        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
-
-
-def norm_loss(model, inputs):
-    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
-
-
 # More ranks than matrices.
 ROWS.add("two matrices", "reduced", world=4, build=TwoMatrices)
-ROWS.add("matrices alone", "reduced", world=4, build=OnlyMatrices, loss_of=norm_loss)
 for way in (
     {"gradient_as_bucket_view": True},
     {"static_graph": True},
@@ -215,14 +121,6 @@ ROWS.add("DDP over a mesh", "reduced", build=Used, wrap=over_a_mesh)
 # ---- what FSDP2 offers -----------------------------------------------------------------------
 
 
-class Recomputed(ParallelModel):
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.lm_head(x)
-
-
 class Tied(ParallelModel):
     """The head is the embedding, and keys are queries."""
 
@@ -238,10 +136,6 @@ def wrapped(model):
         model.blocks[i] = checkpoint_wrapper(block)
 
 
-def root_alone(model, mesh):
-    return fully_shard(model, mesh=mesh)
-
-
 def together(model, mesh):
     """Both blocks are one unit: running the first gathers the second."""
     fully_shard(list(model.blocks), mesh=mesh)
@@ -255,13 +149,6 @@ def inside(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def prefetching(pair, step):
-    """From the second step on, in the middle of training."""
-    if step == 1:
-        pair.model.set_modules_to_forward_prefetch(list(pair.model.blocks))
-    pair.both_backward(step)
-
-
 def evaluating(pair, step):
     """Right after a step: a state dict once, and the loss."""
     if step == 2:
@@ -273,17 +160,11 @@ def evaluating(pair, step):
     pair.both_backward(step)
 
 
-LATE = {"transport": partial(DelayingTransport, delay_s=0.005)}
-OFFLOAD = CPUOffloadPolicy(pin_memory=False)
-ROWS.add("units stay gathered", sharded(reshard_after_forward=False), **LATE)
-ROWS.add("CPU offload", sharded(offload_policy=OFFLOAD), **LATE)
+ROWS.add("CPU offload", sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+ROWS.add("units stay gathered", sharded(reshard_after_forward=False), round=evaluating, steps=4)
 ROWS.add("resharded to a smaller mesh", sharded(reshard_after_forward=2), world=4, steps=2)
-for shard in (root_alone, together, inside):
-    ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard), **LATE)
-for f in (prefetching, evaluating):
-    ROWS.add(f.__name__, "fsdp2", **(LATE | {"round": f}), steps=4)
-ROWS.add("checkpoint in forward", "fsdp2", build=Recomputed, **LATE)
-ROWS.add("checkpoint_wrapper", "fsdp2", change=wrapped, **LATE)
+for shard in (together, inside):
+    ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard))
 
 
 @ROWS.each()
@@ -295,7 +176,7 @@ def test_training_follows_the_reference(rank, world, name):
 # ---- what also says something of the plan ----------------------------------------------------
 
 
-@layouts(*AT_OWNERS, "ddp", "fsdp2")
+@layouts("dedicated", "fsdp2")
 def test_a_parameter_may_have_several_owners(rank, world, layout):
     with both(Pieces, layout, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
@@ -310,7 +191,7 @@ def test_names_are_those_of_the_model_and_tied_weights_are_one(rank, world):
     with both(layout="fsdp2", change=wrapped) as pair:
         assert pair.own.owner_of("blocks.1.mix.weight") in range(world)
         assert not any("wrapped" in name for r in range(world) for name in pair.own.owned_by(r))
-    with both(Tied, "fsdp2", **LATE) as pair:
+    with both(Tied, "fsdp2") as pair:
         named = {p.name: p for p in pair.own.plan.specs.parameters}
         assert "tied" in named["tok.weight"].reason and "lm_head.weight" not in named
         assert "blocks.0.attention.q_proj.weight" in pair.matrices
@@ -319,11 +200,10 @@ def test_names_are_those_of_the_model_and_tied_weights_are_one(rank, world):
         pair.check()
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (2, 2, 2)], ids=str)
 @distributed(8)
-def test_uneven_parts_of_uneven_parts(rank, world, shape):
+def test_uneven_parts_of_uneven_parts(rank, world):
     select = {"select": lambda name, p: name != "wte.weight" and p.ndim == 2}
-    with both(layout=vocabulary(*shape), select=select) as pair:
+    with both(layout=vocabulary(4, 2), select=select) as pair:
         pair.train(range(2))
         found = pair.whole()
         head, expected = found.pop("lm_head.weight"), weights(pair.twin)
@@ -365,7 +245,7 @@ def groups(model):
     return [{"params": m, **own} for m, own in zip(members, OF_GROUPS, strict=True)]
 
 
-@layouts("dedicated", "dedicated fsdp", "reduced", "ddp", "fsdp2")
+@layouts("dedicated", "reduced", "ddp", "fsdp2")
 def test_param_groups_and_schedules(rank, world, layout):
     """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
     with both(layout=layout, groups=groups) as pair:
@@ -379,73 +259,7 @@ def test_param_groups_and_schedules(rank, world, layout):
         assert found[:2] == rates[:2], (found, rates)  # a group without matrices shows AdamW's
 
 
-# ---- switches --------------------------------------------------------------------------------
-
-# A batch may be two buckets, and batches of other sizes round otherwise.
-SINGLY = {"planner": dmuon.PlannerOptions(max_batch=1)}
-SMALL = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}
-OF_OWNERS = [
-    {"options": {"free_after_forward": False}},
-    {"options": {"prefetch": 0}},
-    {"options": {"prefetch": 3, "free_after_forward": False}},
-    {"options": {"prefetch": 3}},
-]
-REDUCING = [{"options": SMALL}]
-BUFFERS = [{"options": {"buffers": n, "bucket_bytes": 1}} for n in (1, 2, 3)]
-SWITCHES = [
-    *[(name, 2, None, OF_OWNERS) for name in ("dedicated", "dedicated fsdp")],
-    *[(name, 2, None, REDUCING) for name in ("reduced", "reduced ddp")],
-    ("dedicated", 4, (2, 2), OF_OWNERS[2:3]),
-    ("hsdp", 4, None, BUFFERS),
-]
-
-
-@pytest.mark.parametrize(("layout", "world", "mesh", "switches"), SWITCHES, ids=lambda x: None)
-@distributed()
-def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
-    expected = None
-    for switch in ({}, *switches):
-        with both(layout=layout, mesh=mesh, request=SINGLY, **switch) as pair:
-            pair.train_alone(range(3))
-            if layout == "hsdp":
-                assert not switch or len(pair.own.runtime.pipeline.buckets) > 3
-            found = pair.whole()
-        expected = expected or found
-        assert_bitwise(found, expected)
-
-
 # ---- dtypes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduce", [torch.float32, None], ids=["reduce32", "reduce16"])
-@layouts("dedicated", "reduced")
-def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
-    """The twin is in float32; its gradients are those of a bfloat16 copy of the real weights."""
-    half = {"change": lambda model: model.to(BF16), "only": {"master_weights": True}}
-    with both(Net, layout, options={"reduce_dtype": reduce}, **half) as pair:
-        working = Net().to(BF16)
-        pair.twin.float()
-        for step in range(4):
-            pair.backward(step)
-            working.load_state_dict(pair.whole(), strict=False)
-            working.zero_grad()
-            loss_of(working, batch(step, rank)).backward()
-            for p, twin in zip(working.parameters(), pair.twin.parameters(), strict=True):
-                twin.grad = None if p.grad is None else p.grad.float()
-            average_gradients(pair.twin)
-            pair.advance()
-        tolerance = 1e-5 if reduce is torch.float32 else 5e-3
-        assert pair.opt.state_dict()["state"]  # makes the masters visible
-        found, expected = pair.whole(), weights(pair.twin)
-        seen = 0
-        for name, p in trainable_parameters(pair.model):
-            assert torch.allclose(found[name].float(), expected[name], 2**-7, tolerance), name
-            master = pair.opt.state[p].get("master_weight")
-            if master is not None and len(master) and name in pair.own.owned_by(rank):
-                seen += 1
-                assert float((master - expected[name]).abs().max()) <= tolerance, name
-                assert torch.equal(master.bfloat16(), found[name]), name
-        assert seen >= len(pair.own.owned_by(rank)) > 0
 
 
 def as_bfloat16(twin, names):
@@ -518,31 +332,16 @@ def test_mixed_precision_of_both(rank, world):
                 assert (weight - expected[name]).norm() <= 0.05 * change.norm(), name
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["float32 shards", "bfloat16 shards"])
 @distributed(2)
-def test_shards_that_compute_in_bfloat16(rank, world, masters):
-    """By FSDP2's policy, or with master weights behind parameters of low precision; the twin takes
-    the gradients as they are."""
-    policy = {"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}
-    laid = sharded(**({} if masters else policy))
-    change = (lambda model: model.to(BF16)) if masters else (lambda model: None)
-    with both(layout=laid, change=change, only={"master_weights": masters}) as pair:
-        pair.twin.float()
+def test_shards_that_compute_in_bfloat16(rank, world):
+    """By FSDP2's policy; the twin takes the gradients as they are."""
+    with both(layout=sharded(mp_policy=MixedPrecisionPolicy(BF16, torch.float32))) as pair:
         for step in range(3):
             pair.backward(step)
             for p, twin in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
-                twin.grad = None if p.grad is None else whole_tensor(p.grad).to(twin.dtype)
+                twin.grad = None if p.grad is None else whole_tensor(p.grad)
             pair.advance()
-            # A forward pass right after `step` sees what it sees once everything has arrived.
-            with torch.no_grad():
-                first = pair.loss(pair.model, step + 1, rank)
-                pair.opt.synchronize()
-                assert torch.equal(first, pair.loss(pair.model, step + 1, rank))
-            pair.model.reshard()  # without a backward the root stays gathered
-        for (name, p), twin in zip(pair.model.named_parameters(), pair.twin.parameters()):
-            kept = whole_tensor(pair.opt.state[p]["master_weight"] if masters else p)
-            assert float((kept - twin).abs().max()) <= 1e-5, name
-            assert torch.equal(whole_tensor(p), kept.to(p.dtype)), name
+        pair.check()
 
 
 # ---- around a model --------------------------------------------------------------------------
@@ -555,7 +354,7 @@ def test_frozen_parameters_let_gradients_through(rank, world):
         model.blocks[1].requires_grad_(False)
         model.mid.weight.requires_grad_(False)
 
-    for layout in (*AT_OWNERS, "ddp", "fsdp2"):
+    for layout in ("dedicated fsdp", "reduced ddp", "ddp", "fsdp2"):
         with both(Net, layout, change=freeze) as pair:
             assert all(p.requires_grad for p in pair.own.dedicated_params)
             before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}

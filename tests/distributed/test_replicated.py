@@ -18,13 +18,11 @@ from tests.distributed.layouts import REDUCING, layouts
 from tests.distributed.models import (
     Net,
     batch,
-    children_alone,
     loss_of,
     seeded,
     weights,
-    without_root,
 )
-from tests.distributed.twins import MUON, both, follow
+from tests.distributed.twins import MUON, both
 from tests.internals import C10dTransport
 from tests.transports import Clock, ClockTransport
 
@@ -71,12 +69,6 @@ def test_closing_gives_ddp_back(rank, world):
         dist.all_reduce(total)
         assert torch.allclose(mine, total / world, atol=1e-7), "DDP averages by itself"
         wrapped.zero_grad()
-
-
-@distributed(2)
-def test_models_that_bypass_wait_points_are_trained_right(rank, world):
-    for way in (without_root, children_alone):
-        follow(Net, "reduced", loss_of=way, **SINGLY)
 
 
 @distributed(2)

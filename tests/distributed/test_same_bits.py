@@ -113,10 +113,9 @@ def of(world: int, form: str) -> Layout:
 
 FORMS = {
     1: ["plain", "fsdp", "reduced", "dedicated"],
-    2: ["fsdp", "tp", "plain", "ddp", "reduced", "dedicated"],
+    2: ["ddp", "reduced"],
     3: ["fsdp", "plain", "reduced", "dedicated"],
-    4: ["fsdp", "hsdp", "tp+fsdp", "dp+tp", "plain", "reduced", "dedicated", "dedicated hsdp"],
-    8: ["hsdp"],
+    4: ["hsdp", "tp+fsdp", "dp+tp", "dedicated hsdp"],
 }
 
 

@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
-from dmuon.scheduler.costs import CostTable
-from dmuon.tools.parallel_models import ParallelModel
 from dmuon.types import OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
@@ -32,7 +30,6 @@ from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
 from tests.distributed.models import Used, batch, loss_of, weights
 from tests.distributed.twins import MUON, both
-from tests.transports import DelayingTransport
 
 # ---- any placement, any gradient -----------------------------------------------------------
 
@@ -101,30 +98,6 @@ def test_any_placement_on_any_dim(rank, world):
         pair.check()
 
 
-TURNED = {"tall": (20, 6), "tall2": (20, 6), "wide": (6, 20), "wide2": (6, 20), "stack": (2, 20, 6)}
-
-
-@pytest.mark.parametrize(
-    ("adjust", "placement"),
-    [("original", Shard(0)), ("match_rms_adamw", Shard(1)), ("original", Replicate())],
-    ids=str,
-)
-@distributed(2)
-def test_a_matrix_and_its_transpose_in_one_batch(rank, world, adjust, placement):
-    costs = CostTable("made up", {(6, 20, "float32"): {1: 3.0, 8: 3.1}})  # batches are cheap
-    build = lambda: Shapes(TURNED, conv=nn.Conv2d(5, 6, 2, bias=False))  # noqa: E731
-    asked = {"select": EVERYTHING, "muon": {"adjust_lr_fn": adjust}, "round": equal_gradients}
-    asked |= {"request": {"costs": costs, "solver": "auto"}}
-    with both(build, placed(*[placement] * (len(TURNED) + 1)), **asked) as pair:
-        assert any(any(unit.transposed) for unit in pair.own.runtime.units)
-        pair.train([0])
-        pair.check()
-        rms = pair.opt.stats()["update_rms"]
-        for name, value in rms.items() if adjust == "original" else ():
-            ratio = (20 / 6) ** 0.5 if name.startswith(("tall", "stack")) else 1.0
-            assert 0.7 < value / (ratio / 20**0.5) < 1.3, (name, value)
-
-
 @pytest.mark.parametrize("period", [1, 2])
 @distributed(2)
 def test_parameters_of_different_dtypes_in_one_model(rank, world, period):
@@ -154,7 +127,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 @distributed(2)
 def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
     with both(small, "fsdp2", muon={"eps": 1.2e-38}) as pair:
@@ -208,15 +181,17 @@ def missing_gradients(pair: Any, step: int) -> None:
         pair.twin.tall_weight.grad = pair.model.tall_weight.grad = None
 
 
-@pytest.mark.parametrize(("mesh", "world", "least"), [((2, 2), 4, 1), ((4, 2), 8, 3)])  # buckets
-@distributed()
-def test_replicas_along_any_axis_with_uneven_shards(rank, world, mesh, least):
+@distributed(4)
+def test_replicas_along_any_axis_with_uneven_shards(rank, world):
     """In one bucket are matrices that other ranks replicate, or more, or none."""
     rows, cols = (Replicate(), Shard(0)), (Replicate(), Shard(1))
     on = [rows, rows, cols, rows, rows, cols, (Shard(0), Replicate()), (Shard(0), Shard(1))]
     how = {"axes": ("replicate", "shard"), "options": dmuon.ShardedOptions()}
     laid = replace(placed(*on, (Replicate(), Replicate())), **how)
-    case = {"options": {"min_buckets": least}, "select": EVERYTHING, "round": missing_gradients}
+    mesh, case = (
+        (2, 2),
+        {"options": {"min_buckets": 3}, "select": EVERYTHING, "round": missing_gradients},
+    )
     with both(partial(Shapes, REPLICATED), laid, mesh=mesh, **case) as pair:
         pair.train(range(4))
         pair.check()
@@ -411,35 +386,3 @@ def test_two_models_in_one_optimizer_are_told_apart(rank, world):
         assert len(opt.stats()["update_rms"]) == 2 * matrices and opt.stats()["finite"]
         for own in owns:
             own.close()
-
-
-SLOW = {"transport": partial(DelayingTransport, delay_s=0.005)}
-
-
-class Scored(ParallelModel):
-    """Can be called by another method than `forward`."""
-
-    def score(self, tokens):
-        return self.forward(tokens)
-
-
-GATHERED = {
-    "a registered method": lambda model: model.score,
-    "unshard": lambda model: model.unshard() or model,
-    "unshard a block": lambda model: model.blocks[1].unshard(async_op=True) and model,
-}
-
-
-@pytest.mark.parametrize("how", GATHERED)
-@distributed(2)
-def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
-    root = Layout(wrap=lambda model, mesh: fully_shard(model, mesh=mesh), from_first=False)
-    with both(Scored, "fsdp2" if "block" in how else root, **SLOW) as pair:
-        if how == "a registered method":
-            register_fsdp_forward_method(pair.model, "score")
-        pair.train([0])
-        with torch.no_grad():
-            found = GATHERED[how](pair.model)(batch(9, rank)[0])
-            expected = pair.twin(batch(9, rank)[0])
-        assert float((found - expected).abs().max()) <= 1e-4
-        pair.model.reshard()

@@ -9,30 +9,9 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import IN_TURN, layouts
-from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
+from tests.distributed.layouts import layouts
+from tests.distributed.models import Net, batch, loss_of, seeded
 from tests.distributed.twins import both
-
-
-@layouts("dedicated", "dedicated kept", "dedicated fsdp", "reduced", "reduced ddp", "ddp")
-def test_right_steps_pass(rank, world, layout):
-    dtype = torch.bfloat16 if layout in ("dedicated kept", "reduced ddp") else torch.float32
-    for build, more in ((Net, {}), (Pieces, IN_TURN)):
-        muon, checked = {"ns_dtype": dtype}, {"verify_every": 1}
-        with both(build, layout, muon=muon, only=checked, **more) as pair:
-            pair.train(range(8))
-            assert pair.opt._run.verified == 8
-            if dtype is torch.float32:
-                pair.check()
-
-
-@layouts("hsdp", "tp+fsdp", "ep+fsdp", worlds=(4,))
-def test_right_steps_pass_in_shards(rank, world, layout):
-    checked = {"verify_every": 3, "period": 2}
-    case = {"muon": {"ns_dtype": torch.bfloat16}, "only": checked}
-    with both(layout=layout, **case) as pair:
-        pair.train_alone(range(10))
-        assert pair.opt._run.verified == 3
 
 
 def told(pair, steps):
