@@ -518,16 +518,13 @@ FAULTS = [
     Fault("planning: device", "ddp", hangs=True),
 ]
 SHORT = [
-    *_of("forward", "dedicated"),
-    *_of("backward", "reduce_to_owner"),
-    *_of("before Newton-Schulz", "fsdp2"),
+    *_of("forward", "dedicated hsdp"),
     *_of("updates", "ddp"),
     *_of("waiting for publish", "dedicated hsdp"),
-    *_of("planning: the plan", "dedicated"),
     *_of("save: half of the data", "fsdp2"),
     *_of("async_save: half of the data", "fsdp2"),
     *_of("load: state", "reduce_to_owner"),
-    Fault("forward", "dedicated hsdp", hangs=True),
+    Fault("forward", "fsdp2", hangs=True),
 ]
 TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", "dedicated hsdp")]
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]

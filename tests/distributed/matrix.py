@@ -404,7 +404,7 @@ class Case:
 
     def used(self, step: int, i: int) -> int:
         """Of how many of the samples a piece has a gradient."""
-        if i == len(self.pieces) - 1 and i:
+        if i >= max(1, len(self.pieces) - 2):
             if self.gradients == "missing on some ranks" and step != 1:
                 return 1
             if self.gradients == "missing everywhere" and step % 2:
@@ -433,7 +433,7 @@ class Case:
             used = torch.arange(SAMPLES) < self.used(step, i)
             if used.any() if name not in FREE or not i else used[mine].any():
                 t = t * used.view(-1, *[1] * (t.ndim - 1))
-                if self.gradients == "zero" and i == len(self.pieces) - 1:
+                if self.gradients == "zero" and i >= max(1, len(self.pieces) - 2):
                     t = t * 0
                 if self.gradients == "not finite" and self.is_bad(step) and not i:
                     t[0] = math.inf  # on the rank that has the first sample
@@ -452,9 +452,8 @@ def _pieces(dice: random.Random) -> tuple[Piece, ...]:
     def size() -> int:
         return dice.choice(SIZES)
 
-    some = [Piece("linear", size() + 1, size() + 1)]
-    if dice.random() < 0.5:  # a batch may hold a matrix beside its transpose
-        some.append(Piece("linear", some[0].cols, some[0].rows))
+    rows, cols = size() + 1, size() + 1
+    some = Piece("linear", rows, cols), Piece("linear", cols, rows)  # which may share a batch
     kinds = dice.sample(KINDS, dice.randint(1, 4))
     return (*some, *(Piece(kind, size(), size(), dice.randint(1, 4)) for kind in kinds))
 
@@ -492,11 +491,10 @@ def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
     while todo:
         layout = layouts[len(found) % len(layouts)]
         case = Case(layout, _pieces(dice), seed=dice.randrange(100))
-        if any(
-            value in _LATE for choices in todo for _, value in choices
-        ):  # something for AdamW, and two matrices
-            more = Piece("vector", 5, 1), Piece("linear", 4, 6)
-            case = replace(case, pieces=(*case.pieces, *more))
+        if any(option == "gradients" for choices in todo for option, _ in choices):
+            # Gradients may be missing, or late, of something for AdamW and of one matrix in a batch.
+            same = Piece("linear", 4, 6)
+            case = replace(case, pieces=(*case.pieces, *[same] * 3, Piece("vector", 5, 1), same))
         wanted = sorted(todo, key=str)
         dice.shuffle(wanted)
         for choices in wanted:
@@ -508,7 +506,7 @@ def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
             if dict(case.chosen).get(option) is None and dice.random() < 0.3 and more.is_consistent:
                 case = more
         if case.then:
-            others, turn = _others(layout, case), [*LAYOUTS].index(layout) + 4 * len(found)
+            others, turn = _others(layout, case), [*LAYOUTS].index(layout) + 2 * len(found)
             # In turn, so that each layout goes on from some checkpoint.
             other = others[(turn + seed) % len(others)] if others else ""
             case = replace(case, other=other) if other else case.with_(then="")

@@ -159,28 +159,6 @@ class PiecesBlock(nn.Module):
         return x + torch.einsum("beth,eih->bti", hidden, self.w2)
 
 
-class ZooBlocks(_OfBlocks):
-    """Convolutions, experts and attention, in blocks and beside them."""
-
-    def __init__(self) -> None:
-        super().__init__(6, [ConvBlock(), ConvBlock()])
-        self.conv = nn.Conv1d(6, 10, 3, padding=1)
-        self.deconv = nn.ConvTranspose1d(10, 6, 3, padding=1)
-        # No bias: the gradient of a key bias is zero but for rounding, which AdamW blows up.
-        self.attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
-        self.w1 = nn.Parameter(torch.randn(5, 7, 6) * 0.3)
-        self.w2 = nn.Parameter(torch.randn(5, 6, 7) * 0.3)
-        self.A_log = nn.Parameter(torch.zeros(3, 6))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
-        x = x + self.deconv(F.gelu(self.conv(x.mT))).mT
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        hidden = F.gelu(torch.einsum("bti,ehi->beth", x, self.w1))
-        x = x + torch.einsum("beth,eih->bti", hidden, self.w2) + self.A_log.sum(0)
-        return self.lm_head(x) + super().forward(tokens)
-
-
 class ConvBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

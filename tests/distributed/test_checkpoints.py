@@ -170,10 +170,7 @@ OPTIONS = {
 }
 
 
-OWNERS = [name for name, laid in CASES.items() if laid.own]
-
-
-@cases("ddp", *OWNERS, "fsdp2", "tp+fsdp")
+@cases("ddp", "reduce_to_owner", "dedicated hsdp", "tp+fsdp")
 def test_torchs_options_give_and_take_the_state(rank, world, name):
     """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit, what a
     variant keeps included."""
@@ -208,7 +205,7 @@ def test_torchs_options_give_and_take_the_state(rank, world, name):
     again.close()
 
 
-@cases("ddp", "fsdp3", "hsdp", "tp+fsdp")
+@cases("ddp", "tp+fsdp")
 def test_adamws_moments_are_taken_over_through_a_checkpoint(rank, world, name, tmp_path):
     """As docs/migration.md says, and asked for by name alone; what torch says otherwise."""
     training, folder = Training(CASES[name]), str(tmp_path)
@@ -258,7 +255,7 @@ def through_a_file(value: Any) -> Any:
 
 
 @cases(
-    "ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep",
+    "ddp", "reduce_to_owner", "dedicated hsdp", "tp+fsdp", "ep",
     skips=("tp+fsdp", "ep"), unless=LOADS_STRIDED,
     why="torch.load(weights_only=True) of this torch refuses FSDP2 on top of tensor parallelism",
 )  # fmt: skip
@@ -331,7 +328,7 @@ def test_a_changing_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path)
         name, first = IN_BLOCKS[name], last
 
 
-@cases("fsdp2", "hsdp")
+@cases("fsdp2")
 def test_what_a_process_measures_does_not_change_how_training_goes_on(rank, world, name, tmp_path):
     """Neither in full steps, whose kernels are in the plan, nor in block steps."""
 

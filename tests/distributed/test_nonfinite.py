@@ -97,40 +97,6 @@ def test_raise_is_an_error_on_every_rank(rank, world, layout):
         skips_a_step(pair, layout, "mid.weight", math.nan if rank else 0.0, raises=True)
 
 
-@HOSTS
-@pytest.mark.parametrize("period", [1, 3])
-@distributed(2)
-def test_raise_waits_for_the_next_full_step(rank, world, period, host):
-    """In a block step no rank knows of the others."""
-    only = {"period": period, "nonfinite": "raise"}
-    with on(host), both(Net, "fsdp2", only=only) as pair:
-
-        def step(number, scale=1.0):
-            pair.opt.zero_grad()
-            pair.backward(number)
-            if rank:
-                pair.model.blocks[1].up.weight.grad.to_local().mul_(scale)
-            pair.opt.step()
-
-        step(0)
-        before = pair.whole()
-        raised = []
-        for number in (1, 2, 3, 3, 4):
-            try:
-                step(number, math.nan if number == 1 and not raised else 1.0)
-            except NonFiniteError as error:
-                raised.append((number, str(error)))
-        late = host != "reads"  # at the beginning of the next step
-        at = 3 if period == 3 else 1 + late
-        assert [number for number, _ in raised] == [at], raised
-        assert gathered(raised[0][1]) == [raised[0][1]] * world
-        if period == 1:
-            assert "blocks.1.up.weight" in raised[0][1]
-        after = pair.whole()
-        assert all(bool(w.isfinite().all()) for w in after.values())
-        assert not torch.equal(after["mid.weight"], before["mid.weight"])
-
-
 # ---- block steps (MuonBP) ----------------------------------------------------------------
 
 BLOCK = "blocks.1.up.weight"  # every rank has a shard

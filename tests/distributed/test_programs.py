@@ -381,7 +381,7 @@ for name, f in GROUPS.items():
     program(f"groups: {name}", **ordered("some and several"), options={"groups": f})
 for name in ("linears", "nested"):
     case = {"loss_of": children_alone, "options": {"groups": GROUPS[name]}}
-    program(f"groups: {name}, children alone", "dedicated fsdp", **case)
+    program(f"groups: {name}, children alone", **case)
 program("a block at two places", *EACH, change=repeated)
 program("two tied blocks", "dedicated fsdp", "reduced", change=tied)
 program("a tied head", "dedicated", "reduced", change=tied_head)

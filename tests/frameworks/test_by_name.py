@@ -146,8 +146,7 @@ def runs(rank, world, wrap, first):
         trained(hook, rank, world, wrap, first)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["made first", "wrapped first"])
-@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize(("wrap", "first"), [("fully_shard", True), ("DDP", False)])
 def test_two_processes(pools, wrap, first):
     pools(2).run(runs.__module__, runs.__name__, {"wrap": wrap, "first": first})
 
