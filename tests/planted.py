@@ -46,7 +46,8 @@ def distributed(*tests: str) -> tuple[str, ...]:
 
 
 RULE, PARAMS, OWNERS = "dmuon/rule.py", "dmuon/step/on_params.py", "dmuon/step/at_owners.py"
-REDUCER, VERDICT = "dmuon/comm/reducer.py", "dmuon/step/verdict.py"
+REDUCER, VERIFY = "dmuon/comm/reducer.py", "dmuon/step/verify.py"
+ENGINE, OPERANDS = "dmuon/step/engine.py", "dmuon/step/operands.py"
 
 FAULTS = [
     Fault(
@@ -132,6 +133,73 @@ FAULTS = [
         "a step with a non-finite gradient is taken at owners", OWNERS,
         "self._verdict = verdict or Verdict(False)", "self._verdict = Verdict(True)",
         distributed("test_nonfinite.py"),
+    ),
+    # Faults of which tests by hand told before the matrix did.
+    Fault(
+        "weights do not decay", RULE,
+        "                scale_all(targets[now], own)", "                pass", matrix("fsdp2"),
+    ),
+    Fault(
+        "every element decays where decay is cautious, by torch's operations", RULE,
+        "            if h.cautious:\n                _decay",
+        "            if False:\n                _decay", matrix("fsdp2"),
+    ),
+    Fault(
+        "masters are not rounded into weights", RULE,
+        "            torch._foreach_copy_(weights[now], targets[now])", "            pass",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "metrics leave matrices out of the norm of gradients", PARAMS,
+        "        of_grads += operands.gradient_squares(of_blocks)", "        pass", matrix("fsdp2"),
+    ),
+    Fault(
+        "metrics leave owners' matrices out of the norm of gradients", OWNERS,
+        "[*squares, square]", "[*squares]", matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "momentum does not advance in full steps", PARAMS,
+        "                operands.commit(of_blocks, self._hypers, bad)", "                pass",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "momentum does not advance in block steps", PARAMS,
+        "        operands.commit(of_blocks, self._hypers, verdict.bad)", "        pass",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "whole matrices take block_lr_ratio", PARAMS,
+        "own = 1.0 if is_whole or ratio is None else ratio",
+        "own = 1.0 if ratio is None else ratio", matrix("tp"),
+    ),
+    Fault(
+        "a variant is left out at owners", OWNERS,
+        "        self._kept.accept(unit, payload, where)", "        pass",
+        matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "owners apply updates by the rate that is not adjusted", OWNERS,
+        "            rule.apply(*of, h, lr=lr, stays=stays)",
+        "            rule.apply(*of, h, lr=h.lr, stays=stays)", matrix("reduced2"),
+    ),
+    Fault(
+        "planning again loses the momentum that there is", OPERANDS,
+        "            if MOMENTUM in entry:  # it plans again", "            if False:",
+        matrix("ddp2"),
+    ),
+    Fault(
+        "verification forgets the variant", VERIFY,
+        "        if not rule.is_plain:", "        if False:", matrix("fsdp2"),
+    ),
+    Fault(
+        "verification takes the rate that is not adjusted", VERIFY,
+        "        lr = hyper.adjusted(matrix.rows, matrix.cols)", "        lr = hyper.lr",
+        matrix("fsdp2"),
+    ),
+    Fault(
+        "verification forgets momentum", VERIFY,
+        "momentum.to(self.working, copy=True)", "momentum.to(self.working, copy=True).zero_()",
+        matrix("dedicated2"),
     ),
 ]  # fmt: skip
 

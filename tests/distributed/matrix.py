@@ -492,7 +492,7 @@ def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
         layout = layouts[len(found) % len(layouts)]
         case = Case(layout, _pieces(dice), seed=dice.randrange(100))
         if any(option == "gradients" for choices in todo for option, _ in choices):
-            # Gradients may be missing, or late, of something for AdamW and of one matrix in a batch.
+            # Gradients may be missing or late: of a vector, and of a matrix in a batch.
             same = Piece("linear", 4, 6)
             case = replace(case, pieces=(*case.pieces, *[same] * 3, Piece("vector", 5, 1), same))
         wanted = sorted(todo, key=str)
