@@ -23,7 +23,7 @@ from dmuon.dtensors import whole_tensor
 from dmuon.ownership import ownership_of
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
-from tests.distributed.compare import assert_bitwise, assert_close, our_hooks
+from tests.distributed.compare import assert_bitwise, our_hooks
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import mesh_of
 from tests.distributed.test_checkpoints import CASES, Training, cases
@@ -187,35 +187,6 @@ def test_optimizers_side_by_side(rank, world):
     for name, training in together.items():
         assert_bitwise(training.weights(), alone[name], name)
         training.close()
-
-
-IN_TURN = {
-    "fsdp2": ["fsdp2"],
-    "reduce_to_owner ddp": ["reduce_to_owner ddp"],
-    "reduce_to_owner": ["dedicated", "reduce_to_owner", "dedicated"],
-    "dedicated hsdp": ["dedicated hsdp"],
-}
-
-
-@cases(*IN_TURN)
-def test_the_same_model_dedicated_twice_in_turn(rank, world, name):
-    """Dedicated, closed and dedicated again, in one layout and then in others."""
-    case, mesh = CASES[name], mesh_for(name)
-    straight, training = Training(case, mesh=mesh), Training(case, mesh=mesh)
-    for number, other in enumerate([name, name, *IN_TURN[name]]):
-        straight.train(range(number, number + 1))
-        training.train(range(number, number + 1))
-        found, expected = training.weights(), straight.weights()
-        if number < 3:
-            assert_bitwise(found, expected, name)
-        assert_close(found, expected, 1e-6)
-        state = copy.deepcopy(training.opt.state_dict())
-        training.close()
-        if CASES[other].own:
-            dmuon.dedicate_params(training.model, mesh, **CASES[other].own)
-        renew(training, number + 1, state)
-    straight.close()
-    training.close()
 
 
 # ---- what fails on one rank while a plan is carried out -----------------------------------------

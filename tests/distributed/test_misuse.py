@@ -111,9 +111,6 @@ PLANNING = [
     (used, {"splits": {"*.up.weight": [1, 2]}}, r"splits.*56 rows", EITHER),
     (used, {"model": None}, "nn.Module", EITHER),
     (used, {"layout": "sharded"}, r"sharded.*(plain|DTensor)", EITHER),
-    # Solver and costs are used on the first rank, and compared.
-    (used, {"solver": "magic"}, "solver", ALL),
-    (used, {"costs": "magic"}, "costs", ALL),
     (sparse, {}, "sparse=False", ALL),
     (halved, {}, r"mid.*bfloat16", ONE),
     (of_another_size, {}, r"rank 1 has .*up\.weight.*48", ONE),
@@ -122,7 +119,6 @@ PLANNING = [
     (in_ddp, {"layout": "sharded"}, r"does not take DistributedDataParallel.*HSDP", ALL),
     (in_ddp, HALF, "constructor refuses the placeholders", ALL),
     (lambda: fully_shard(used()), HALF, "after fully_shard", ALL),
-    (used, HALF | {"options": dmuon.ShardedOptions()}, "must be DedicatedOptions", ALL),
     # Of shards.
     (
         partial(replaced, torch.zeros(50, 50), Partial()),
