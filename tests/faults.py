@@ -25,7 +25,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -374,24 +373,6 @@ def launch(folder: Path, fault: Fault, *, dies: bool = False) -> Ended:
     return Ended(codes, times, [rank for _, rank in hung])
 
 
-def torchrun(folder: Path, fault: Fault) -> None:
-    """One rank dies once; torchrun starts all of them again."""
-    world = CASES[fault.layout].world
-    command = f"-m torch.distributed.run --standalone --max-restarts=1 --nproc-per-node={world}"
-    script = ["-m", "tests.faults", "--point", fault.point, "--layout", fault.layout]
-    done = subprocess.run(
-        [sys.executable, *command.split(), *script, "--train", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=5 * PATIENCE_S,
-        check=False,
-        # Else the new processes find addresses of the old ones: issue 135712 of PyTorch.
-        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert (folder / "died").exists(), "nobody died"
-
-
 # ---- a fault, and what came of it ------------------------------------------------------------
 
 # Where an error comes from that is no collective of dmuon's.
@@ -526,7 +507,6 @@ SHORT = [
     *_of("load: state", "reduce_to_owner"),
     Fault("forward", "fsdp2", hangs=True),
 ]
-TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", "dedicated hsdp")]
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]
 
 
@@ -540,17 +520,10 @@ def undisturbed(root: Path, layout: str) -> Path:
     return folder
 
 
-def row_of(root: Path, fault: Fault, *, by_torchrun: bool) -> list[str]:
+def row_of(root: Path, fault: Fault) -> list[str]:
     """All that is run lies in one folder."""
-    honest = undisturbed(root, fault.layout)
-    what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
-    folder = root / f"{fault.point}, {fault.layout} {fault.then} {what}"
-    if not by_torchrun:
-        return inject(fault, folder, honest)
-    folder.mkdir()
-    torchrun(folder, fault)
-    resumed = compared(folder, honest, 0.0)
-    return [f"`{fault.point}`", f"`{fault.layout}`", "ended by torchrun", "", "", resumed]
+    what = f"{fault.point}, {fault.layout} {fault.then} {fault.changes} hangs {fault.hangs}"
+    return inject(fault, root / what, undisturbed(root, fault.layout))
 
 
 def main() -> int:
@@ -561,19 +534,12 @@ def main() -> int:
     parser.add_argument("--hangs", action="store_true", help="only where a rank hangs")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     parser.add_argument("--keep", type=Path, help="a folder that keeps files and outputs")
-    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.train is not None:  # started by torchrun
-        fault = Fault(given.point, given.layout)
-        train(given.train, fault, dies=not (given.train / "died").exists())
-        return 0
 
     def is_asked(fault: Fault) -> bool:
         is_there = given.point in (None, fault.point) and given.layout in (None, fault.layout)
         return is_there and fault.hangs >= given.hangs
 
-    faults = [(f, False) for f in (SHORT if given.short else FAULTS)]
-    faults += [] if given.short else [(f, True) for f in TORCHRUN]
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported before a fork is neither looked at again nor, so, copied
@@ -583,12 +549,10 @@ def main() -> int:
     if given.markdown:
         print(*(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD))), sep="\n")
     try:
-        for fault, by_torchrun in faults:
-            if not is_asked(fault):
-                continue
+        for fault in filter(is_asked, SHORT if given.short else FAULTS):
             begin = time.monotonic()
             try:
-                row = row_of(root, fault, by_torchrun=by_torchrun)
+                row = row_of(root, fault)
             except AssertionError as error:
                 failed += 1
                 row = [f"`{fault.point}`", f"`{fault.layout}`", f"FAILED: {error}"]

@@ -17,7 +17,7 @@ from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.distributed.compare import assert_bitwise, gathered, our_hooks, whole
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import DEDICATED, IN_TURN, layouts, mesh_of, shard_units
+from tests.distributed.layouts import IN_TURN, layouts, mesh_of, shard_units
 from tests.distributed.models import Net, Pieces, batch, seeded, weights
 from tests.distributed.twins import MUON, Both, both
 
@@ -62,7 +62,7 @@ def rewrite(model, seed):
 
 @pytest.mark.parametrize(
     ("layout", "mesh", "world"),
-    [*((name, None, 2) for name in DEDICATED), ("dedicated", (2, 2), 4)],
+    [("dedicated fsdp", None, 2), ("dedicated", (2, 2), 4)],
 )
 @distributed()
 def test_what_is_written_inside_materialized_persists(rank, world, layout, mesh):
@@ -91,7 +91,7 @@ def assert_ordinary(model, twin):
     assert our_hooks(model) == []
 
 
-@layouts(*DEDICATED)
+@layouts("dedicated kept", "dedicated fsdp")
 def test_closing_makes_the_model_ordinary_again(rank, world, layout):
     with both(Net, layout) as pair:
         pair.train(range(3))
@@ -341,7 +341,7 @@ def test_the_step_after_an_exception_works(rank, world, layout, phase, who):
 # ---- the meta device ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp", "hsdp"])
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @distributed(4)
 def test_a_model_made_on_the_meta_device(rank, world, kind):
     mesh = mesh_of((2, 2)) if kind == "hsdp" else mesh_of((world,))

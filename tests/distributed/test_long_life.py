@@ -60,7 +60,7 @@ def resources() -> dict[str, Any]:
 # ---- nothing is left -------------------------------------------------------------------------
 
 
-@cases("ddp", "reduce_to_owner ddp", "dedicated hsdp", "hsdp", "tp")
+@cases("ddp", "dedicated hsdp", "tp")
 def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name):
     mesh, hooks, seen = mesh_for(name), [], []
     groups = resources()["groups"]

@@ -95,8 +95,7 @@ def edits_count(pair: Both, access: Callable[[], Any]) -> None:
 
 OFFLOADED = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    **{name: (2, name, {}) for name in ("dedicated", "reduced", "fsdp2")},
-    "ddp": (2, "ddp", {}),
+    **{name: (2, name, {}) for name in ("dedicated", "reduced", "fsdp2", "ddp")},
     "tp+fsdp": (4, "tp+fsdp", {}),
     "offloaded": (2, OFFLOADED, {"period": 2}),
 }
