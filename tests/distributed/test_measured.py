@@ -241,7 +241,7 @@ def test_the_first_rank_chooses_kernels_for_all_and_they_are_remembered(rank, wo
             assert timer.measured == set(BATCHES)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_plans_from_measured_costs_are_equal_and_train(rank, world):
     def fingerprint(folder: Path) -> str:
         """Of the plan, equal on all ranks; one step has been made under it."""
@@ -263,24 +263,23 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
         assert len(list(folder.glob("*.json"))) == 2  # and of links
         with mock.patch.object(OwnerTimer, "run", side_effect=AssertionError):
             assert fingerprint(folder) == first  # it needs no measurement
-        if world == 2:
-            # Prices are of what the layout's owners do.
-            prices = mock.Mock(side_effect=analytic_costs)
-            models = [seeded(Net), fully_shard(seeded(Net))]
-            with mock.patch("dmuon.api.measured_costs", prices):
-                reducing = dmuon.ReplicatedOptions(reduce_to_owner=True)
-                plans = [
-                    dmuon.dedicate_params(model, options=options).plan
-                    for model, options in zip(models, (reducing, None))
-                ]
-            assert [call.kwargs["momentum"] for call in prices.call_args_list] == [True, False]
-            assert plans[0].prices[0].ms > plans[1].prices[0].ms
-            # A rank may keep its cache where it likes.
-            fingerprint(folder / str(rank))
-            assert len(list((folder / str(rank)).glob("*.json"))) == 2 - rank  # links once
-            mine = CostTable("by hand", {A: {1: 1.0 + rank}}, CostTable.analytic().device)
-            with pytest.raises(ValueError, match="disagree.*costs=by hand"):
-                dmuon.dedicate_params(seeded(Net), costs=mine)
+        # Prices are of what the layout's owners do.
+        prices = mock.Mock(side_effect=analytic_costs)
+        models = [seeded(Net), fully_shard(seeded(Net))]
+        with mock.patch("dmuon.api.measured_costs", prices):
+            reducing = dmuon.ReplicatedOptions(reduce_to_owner=True)
+            plans = [
+                dmuon.dedicate_params(model, options=options).plan
+                for model, options in zip(models, (reducing, None))
+            ]
+        assert [call.kwargs["momentum"] for call in prices.call_args_list] == [True, False]
+        assert plans[0].prices[0].ms > plans[1].prices[0].ms
+        # A rank may keep its cache where it likes.
+        fingerprint(folder / str(rank))
+        assert len(list((folder / str(rank)).glob("*.json"))) == 2 - rank  # links once
+        mine = CostTable("by hand", {A: {1: 1.0 + rank}}, CostTable.analytic().device)
+        with pytest.raises(ValueError, match="disagree.*costs=by hand"):
+            dmuon.dedicate_params(seeded(Net), costs=mine)
 
 
 def planned_for(model, wrapper=RecordingTransport):
@@ -302,7 +301,7 @@ def trained(rank, steps, wrapper=RecordingTransport, model=None, **kwargs):
     return model, own, opt, transport, events
 
 
-@distributed(1, 3)
+@distributed(3)
 def test_every_rank_reports_the_same_measured_times(rank, world):
     model, own, opt, transport, _ = trained(rank, 3)
     assert opt.report().measured_ms is None, "before the first exchange"
