@@ -20,15 +20,9 @@ from tests.distributed.layouts import layouts
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both
 
-# A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
-LATE: dict[str, tuple[str, ...]] = {
-    "vectors": ("blocks.0.norm.weight", "blocks.0.norm.bias", "mid.bias", "tok.weight"),
-    # A head is trained first.
-    "all matrices": tuple(
-        n for n, p in seeded(Used).named_parameters() if p.ndim > 1 and n != "tok.weight"
-    ),
-    "matrices": ("mid.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight"),
-}
+VECTORS = ("blocks.0.norm.weight", "blocks.0.norm.bias", "mid.bias", "tok.weight")
+# Of new shapes, and some that share one; and a bias.
+MATRICES = ("mid.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight")
 
 
 class Late:
@@ -47,8 +41,6 @@ class Late:
         given: Any = self.pair.model
         if how == "group":
             given = [(n, p) for n, p in self.bare.named_parameters() if n not in names]
-        if how == "dedicated before":
-            dmuon.dedicate_params(self.pair.model)
         self.opt = self.pair.opt = dmuon.Muon(given, **(MUON | only))
 
     def begin(self) -> None:
@@ -73,6 +65,22 @@ class Late:
         assert_close(self.weights(), {n: p.detach() for n, p in self.twin.named_parameters()})
 
 
+@distributed(2)
+def test_where_a_head_is_trained_first_all_matrices_come_late(rank, world):
+    """The first plan has none. What was there goes on in the same memory."""
+    shapes = {n: p.shape for n, p in seeded(Used).named_parameters() if n != "tok.weight"}
+    late = Late("fsdp2", "unfrozen", tuple(n for n, shape in shapes.items() if len(shape) > 1))
+    late.train(range(2))
+    kept = {p: dict(entry) for p, entry in late.opt.state.items()}
+    late.begin()
+    late.train(range(2, 5))
+    late.check()
+    for p, entry in kept.items():
+        assert all(late.opt.state[p][key] is value for key, value in entry.items())
+    assert late.opt.stats()["steps"] == 5
+    late.opt.ownership.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "on"),
     [
@@ -87,7 +95,7 @@ def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how, on):
     """Nothing changes, and when the others have followed, training goes on. Where the host cannot
     read they learn it at the next step."""
     with host_cannot_read() if on != "host" else nullcontext():
-        late = Late(kind, how, LATE["matrices"])
+        late = Late(kind, how, MATRICES)
         late.train(range(2))
         late.pair.backward(2)
         before, told = late.weights(), pytest.raises(ConsensusError, match="rank 1 refuses")
@@ -115,7 +123,7 @@ def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how, on):
 
 @distributed(2)
 def test_groups_that_differ_can_be_mended(rank, world):
-    late = Late("ddp", "group", LATE["matrices"])
+    late = Late("ddp", "group", MATRICES)
     late.train(range(2))
     late.begin()
     group = late.opt.param_groups[-1]
@@ -132,7 +140,7 @@ def test_groups_that_differ_can_be_mended(rank, world):
 
 @distributed(2)
 def test_parameters_that_differ_are_named(rank, world):
-    late = Late("plain", "group", LATE["matrices"])
+    late = Late("plain", "group", MATRICES)
     late.train(range(1))
     late.late = late.late[rank : rank + 1]  # a weight, its bias
     late.begin()
@@ -145,7 +153,7 @@ def test_parameters_that_differ_are_named(rank, world):
 
 @distributed(2)
 def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
-    late = Late("plain", "unfrozen", LATE["vectors"])
+    late = Late("plain", "unfrozen", VECTORS)
     late.pair.backward(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -160,7 +168,7 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
 @layouts("ddp", "fsdp2")
 def test_where_the_host_cannot_read_all_plan_again_at_once(rank, world, layout):
     with host_cannot_read():
-        late = Late(layout, "unfrozen", LATE["matrices"])
+        late = Late(layout, "unfrozen", MATRICES)
         late.train(range(2))
         late.begin()
         late.train(range(2, 4))
@@ -171,20 +179,20 @@ def test_where_the_host_cannot_read_all_plan_again_at_once(rank, world, layout):
 
 @distributed(2)
 def test_block_steps_go_on_until_the_next_full_step(rank, world):
-    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=3)
+    late = Late("fsdp2", "unfrozen", MATRICES, period=3)
     late.train(range(4))
     late.begin()
     before = late.weights()
     late.train(range(4, 6))  # block steps
     after = late.weights()
-    assert all(torch.equal(before[n], after[n]) for n in LATE["matrices"])
+    assert all(torch.equal(before[n], after[n]) for n in MATRICES)
     assert not torch.equal(before["tok.weight"], after["tok.weight"])
     late.train(range(6, 8))
     after = late.weights()
-    assert not any(torch.equal(before[n], after[n]) for n in LATE["matrices"])
+    assert not any(torch.equal(before[n], after[n]) for n in MATRICES)
     assert late.opt.stats()["steps"] == 8
     late.opt.ownership.close()
-    late = Late("fsdp2", "unfrozen", LATE["matrices"], period=float("inf"))
+    late = Late("fsdp2", "unfrozen", MATRICES, period=float("inf"))
     late.train(range(1))
     late.begin()
     with pytest.raises(OwnershipError, match="period=math.inf"):
