@@ -121,27 +121,20 @@ class Checkpointed(Net):
         return x
 
 
-class _OfBlocks(nn.Module):
-    """An embedding, blocks, a head."""
+class Pieces(nn.Module):
+    """Parameters of several matrices each, so that one parameter has several owners."""
 
-    def __init__(self, width: int, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tok = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(blocks)
-        self.lm_head = nn.Linear(width, VOCAB)
+        self.tok = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(PiecesBlock() for _ in range(2))
+        self.lm_head = nn.Linear(16, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok(tokens)
         for block in self.blocks:
             x = block(x)
         return self.lm_head(x)
-
-
-class Pieces(_OfBlocks):
-    """Parameters of several matrices each, so that one parameter has several owners."""
-
-    def __init__(self) -> None:
-        super().__init__(16, [PiecesBlock() for _ in range(2)])
 
 
 class PiecesBlock(nn.Module):
@@ -157,17 +150,6 @@ class PiecesBlock(nn.Module):
         x = x + self.o_proj(torch.tanh(self.qkv(self.norm(x))))
         hidden = F.gelu(torch.einsum("bti,ehi->beth", x, self.w1))
         return x + torch.einsum("beth,eih->bti", hidden, self.w2)
-
-
-class ConvBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Conv2d(6, 8, (1, 3), padding=(0, 1))
-        self.back = nn.ConvTranspose1d(8, 6, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = F.gelu(self.wide(x.mT[:, :, None, :]))
-        return x + self.back(image[:, :, 0, :]).mT
 
 
 class Casting(Ordered):
