@@ -189,17 +189,64 @@ FAULTS = [
     ),
     Fault(
         "verification forgets the variant", VERIFY,
-        "        if not rule.is_plain:", "        if False:", matrix("fsdp2"),
+        "        if not rule.is_plain:", "        if False:",
+        distributed("test_variants.py::test_corruption_is_told_from_a_variant"),
     ),
     Fault(
         "verification takes the rate that is not adjusted", VERIFY,
         "        lr = hyper.adjusted(matrix.rows, matrix.cols)", "        lr = hyper.lr",
-        matrix("fsdp2"),
+        distributed("test_verify.py"),
     ),
     Fault(
         "verification forgets momentum", VERIFY,
         "momentum.to(self.working, copy=True)", "momentum.to(self.working, copy=True).zero_()",
         matrix("dedicated2"),
+    ),
+    Fault(
+        "a gradient that some ranks lack does not count as zero there, for adamw", PARAMS,
+        "i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))",
+        "i: grads[i] if i in grads else local_tensor(p).clone()",
+        distributed("test_gradients.py::test_a_parameter_that_some_ranks_or_none_use"),
+    ),
+    Fault(
+        "a matrix that is applied where it lies takes the rate of its transpose", PARAMS,
+        "rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)",
+        "rows, cols = unit.rows, unit.cols",
+        distributed("test_sharded.py::test_a_matrix_and_its_transpose_in_one_batch"),
+    ),
+    Fault(
+        "momentum of some matrices of a batch is lost at owners", OWNERS,
+        "            set_rows(momentum, where, buffers)", "            pass",
+        matrix("reduced2", "dedicated2"),
+    ),
+    Fault(
+        "masters of some matrices of a batch are lost at owners", OWNERS,
+        "                set_rows(stack, where, part)", "                pass", matrix("reduced2"),
+    ),
+    Fault(
+        "what a variant keeps is not loaded", ENGINE,
+        "                self._runtime.rows.collect(value, k.places, k.here)",
+        "                pass", matrix("reduced2", "ddp2"),
+    ),
+    Fault(
+        "masters are not loaded", ENGINE,
+        "        if key in saved:\n            copy_state",
+        "        if key in saved and key != MASTER:\n            copy_state",
+        matrix("ddp2", "fsdp2"),
+    ),
+    Fault(
+        "alternating projections are taken for neighbours", "dmuon/scheduler/select.py",
+        "    steps = (step, 1) if dim == form.dims(len(shape))[0] else (1, step)",
+        "    steps = (1, 1)", matrix("ddp2"),
+    ),
+    Fault(
+        "clipping allows twice the norm", "dmuon/ownership.py",
+        "factor = (max_norm / (total + 1e-6)).clamp(max=1.0)",
+        "factor = (2 * max_norm / (total + 1e-6)).clamp(max=1.0)", matrix("fsdp2"),
+    ),
+    Fault(
+        "operands of skipped matrices travel", PARAMS,
+        "            operands.mask(bad)", "            pass", matrix("fsdp2", "ddp2"),
     ),
 ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
+from dmuon.scheduler.costs import CostTable
 from dmuon.types import OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
@@ -96,6 +97,30 @@ def test_any_placement_on_any_dim(rank, world):
     with both(build, laid, select=select, muon=ORIGINAL, round=equal_gradients) as pair:
         pair.train(range(3))
         pair.check()
+
+
+TURNED = {"tall": (20, 6), "tall2": (20, 6), "wide": (6, 20), "wide2": (6, 20), "stack": (2, 20, 6)}
+
+
+@pytest.mark.parametrize(
+    ("adjust", "placement"),
+    [("match_rms_adamw", Shard(1)), ("original", Replicate())],
+    ids=str,
+)
+@distributed(2)
+def test_a_matrix_and_its_transpose_in_one_batch(rank, world, adjust, placement):
+    costs = CostTable("made up", {(6, 20, "float32"): {1: 3.0, 8: 3.1}})  # batches are cheap
+    build = lambda: Shapes(TURNED, conv=nn.Conv2d(5, 6, 2, bias=False))  # noqa: E731
+    asked = {"select": EVERYTHING, "muon": {"adjust_lr_fn": adjust}, "round": equal_gradients}
+    asked |= {"request": {"costs": costs, "solver": "auto"}}
+    with both(build, placed(*[placement] * (len(TURNED) + 1)), **asked) as pair:
+        assert any(any(unit.transposed) for unit in pair.own.runtime.units)
+        pair.train([0])
+        pair.check()
+        rms = pair.opt.stats()["update_rms"]
+        for name, value in rms.items() if adjust == "original" else ():
+            ratio = (20 / 6) ** 0.5 if name.startswith(("tall", "stack")) else 1.0
+            assert 0.7 < value / (ratio / 20**0.5) < 1.3, (name, value)
 
 
 @pytest.mark.parametrize("period", [1, 2])
