@@ -184,7 +184,7 @@ FAULTS = [
     ),
     Fault(
         "planning again loses the momentum that there is", OPERANDS,
-        "            if MOMENTUM in entry:  # it plans again", "            if False:",
+        "            if MOMENTUM in entry:", "            if False:",
         matrix("ddp2"),
     ),
     Fault(
