@@ -203,18 +203,6 @@ FAULTS = [
         matrix("dedicated2"),
     ),
     Fault(
-        "a gradient that some ranks lack does not count as zero there, for adamw", PARAMS,
-        "i: grads[i] if i in grads else torch.zeros_like(local_tensor(p))",
-        "i: grads[i] if i in grads else local_tensor(p).clone()",
-        distributed("test_gradients.py::test_a_parameter_that_some_ranks_or_none_use"),
-    ),
-    Fault(
-        "a matrix that is applied where it lies takes the rate of its transpose", PARAMS,
-        "rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)",
-        "rows, cols = unit.rows, unit.cols",
-        distributed("test_sharded.py::test_a_matrix_and_its_transpose_in_one_batch"),
-    ),
-    Fault(
         "momentum of some matrices of a batch is lost at owners", OWNERS,
         "            set_rows(momentum, where, buffers)", "            pass",
         matrix("reduced2", "dedicated2"),
