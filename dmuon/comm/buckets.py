@@ -9,12 +9,11 @@ for each place that owns some of them, together, and one for parameters that eve
 A segment consists of *spans*: neighbouring elements of a parameter, or of this rank's
 tensor-parallel slice of it, whose matrices have owners at one place of the grid. If matrices are no
 contiguous ranges, the elements are in the order of the matrices (`Slices.flat_of`). Everything but
-`allocate` and `Buffer` is pure data, equal on every rank.
+`Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,29 +277,6 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 
 
 # ---- memory ----------------------------------------------------------------------------------
-
-
-def rooms(sizes: Sequence[tuple[int, torch.dtype]]) -> list[int]:
-    """Return the bytes that `allocate` reserves for each size."""
-    return [math.ceil(numel * dtype.itemsize / 64) * 64 for numel, dtype in sizes]
-
-
-def allocate(
-    sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
-    """Allocate flat tensors of (numel, dtype) in one byte tensor, at multiples of 64 bytes.
-
-    >>> whole, parts = allocate([(3, torch.bfloat16), (2, torch.float32)], torch.device("cpu"))
-    >>> whole.nbytes, parts[1].storage_offset(), parts[1]
-    (128, 16, tensor([0., 0.]))
-    """
-    room = rooms(sizes)
-    whole = torch.zeros(sum(room), dtype=torch.uint8, device=device)
-    parts = [
-        part[: numel * dtype.itemsize].view(dtype)
-        for part, (numel, dtype) in zip(whole.split(room), sizes, strict=True)
-    ]
-    return whole, parts
 
 
 class Buffer:

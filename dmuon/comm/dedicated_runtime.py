@@ -18,11 +18,12 @@ ranks: gradients to the owner, updates back.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import count
+from functools import partial
+from itertools import chain, count
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from dmuon.comm import prefetch
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
-from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
+from dmuon.comm.owners_runtime import Apply, Compute, Exchange, OwnersRuntime
 from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import GradientReducer, OwnedGradients, hook_gradients, unstacker
@@ -43,64 +44,30 @@ from dmuon.scheduler.specs import Box
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
-_Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
 
-
-class _Assembly:
-    """The step under tensor parallelism, of units with one dtype of gradients and one (``like``'s)
+def _assembly(
+    slices: Slices,
+    units: Sequence[Unit],
+    owned: OwnedGradients,
+    groups: ProcessGroups,
+    reduced: torch.dtype,
+    like: Tensor,
+) -> Exchange:
+    """The step under tensor parallelism of units with one dtype of gradients and one (``like``'s)
     of results."""
-
-    def __init__(
-        self,
-        slices: Slices,
-        units: Sequence[Unit],
-        owned: OwnedGradients,
-        groups: ProcessGroups,
-        reduced: torch.dtype,
-        like: Tensor,
-    ) -> None:
-        self._units = units
-        near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
-        how = groups.tensors, groups.meter, Sizes(), like, reduced
-        topology = Topology.flat(slices.shards.world)  # they are on one node
-        self._pipeline = Pipeline(slices.shards, topology, near, range(len(near)), *how)
-        self.nbytes = self._pipeline.nbytes
-        # What is kept never moves, so views of it are made once.
-        self._sources: list[Copies] = []
-        self._results: list[list[tuple[int, _Parts]]] = []
-        for bucket in self._pipeline.buckets:
-            sent = (
-                (view, owned.here[i])
-                for part in bucket.route.held.parts
-                for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
-            )
-            self._sources.append(Copies(sent))
-            self._results.append(
-                [
-                    (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
-                    for flat, message in bucket.updates
-                    for part in message.parts
-                ]
-            )
-
-    def run(
-        self,
-        compute: Callable[[Unit, Tensor], Tensor | None],
-        update: Callable[[Unit, _Parts], None],
-    ) -> None:
-        """``compute(unit, gradients)`` at owners, ``update`` with parts of results on all ranks."""
-
-        def apply(b: int) -> None:
-            for u, parts in self._results[b]:
-                update(self._units[u], parts)
-
-        self._pipeline.run(
-            lambda b: self._sources[b].run(),
-            lambda u, gradients: compute(self._units[u], gradients),
-            apply,
-            lambda _: None,
+    near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
+    how = groups.tensors, groups.meter, Sizes(), like, reduced
+    topology = Topology.flat(slices.shards.world)  # they are on one node
+    pipeline = Pipeline(slices.shards, topology, near, range(len(near)), *how)
+    sources = [
+        Copies(
+            (view, owned.here[i])
+            for part in bucket.route.held.parts
+            for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
         )
-        self._pipeline.apply_pending(range(len(self._results)))
+        for bucket in pipeline.buckets
+    ]
+    return Exchange(pipeline, units, sources)
 
 
 class DedicatedRuntime(OwnersRuntime):
@@ -121,7 +88,7 @@ class DedicatedRuntime(OwnersRuntime):
         self._options = options
         self._tensor_axes = tensor_axes
         self._muon = frozenset(self.plan.specs.muon_parameters())
-        self._assemblies: list[_Assembly] = []
+        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
         # By a unit's first matrix: its weights here, and its `unstacker`.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
@@ -179,13 +146,6 @@ class DedicatedRuntime(OwnersRuntime):
             if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
         ]
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        found = Counter[str]()
-        for assembly in self._assemblies:
-            found.update(assembly.nbytes)
-        return dict(found)
-
     def synchronize(self) -> None:
         """Wait for the weights that are being published to the holders."""
         self.storage.wait_published()
@@ -219,7 +179,7 @@ class DedicatedRuntime(OwnersRuntime):
             by_dtype[reduced, payload_dtype(dtype)].append(unit)
         for (reduced, published), units in by_dtype.items():
             how = self.process_groups, reduced, torch.empty(0, dtype=published, device=self.device)
-            self._assemblies.append(_Assembly(self.slices, units, owned, *how))
+            self._exchanges.append(_assembly(self.slices, units, owned, *how))
         buckets = self._buckets()
         self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
@@ -275,30 +235,32 @@ class DedicatedRuntime(OwnersRuntime):
         super().zero_grad()
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer, matrices = self._bound, self.plan.specs.matrices
-        owned, present = reducer.owned, reducer.present
+        reducer = self._bound
+        owned, update = reducer.owned, partial(self._update, apply, reducer.present)
         self.prefetcher.begin_step()
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
-            return self._computed(compute, unit, where, gradients, rms)
+            return self._computed(compute, unit, gradients, self._rms[unit.matrices[0]])
 
-        def update(unit: Unit, parts: _Parts) -> None:
-            if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
-                targets, where = self._applied[unit.matrices[0]], [k for k, _ in came]
-                apply(unit, where, [targets[k] for k in where], [view for _, view in came])
-
-        if not self.keeps_whole:
-            for assembly in self._assemblies:
-                assembly.run(computed, update)
-        else:
+        for exchange in self._exchanges:
+            exchange.run(computed, update)
+            exchange.pipeline.apply_pending(exchange.pipeline.pending)
+        if self.keeps_whole:
             todo = {i for unit in owned.mine for i in unit.matrices}
             self.prefetcher.launch_ahead(todo)
             for unit in owned.mine:
-                if (payload := computed(unit, owned.stack(unit))) is not None:
-                    views = self._unstack[unit.matrices[0]](payload)
+                if (results := computed(unit, owned.stack(unit))) is not None:
+                    views = self._unstack[unit.matrices[0]](results)
                     update(unit, list(zip(count(), unit.matrices, views)))
                 todo.difference_update(unit.matrices)
                 self.prefetcher.launch_ahead(todo)
         self.prefetcher.launch_ahead(set())
         reducer.clear()
+
+    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+        return self._applied[unit.matrices[0]]
+
+    def update_rms(self) -> tuple[list[int], Tensor]:
+        mine = self._bound.owned.mine
+        rms = [torch.zeros(0, device=self.device), *(self._rms[u.matrices[0]] for u in mine)]
+        return [*chain.from_iterable(unit.matrices for unit in mine)], torch.cat(rms)

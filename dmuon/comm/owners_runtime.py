@@ -5,39 +5,33 @@ where every rank has whole weights (ZeRO-1).
 
     backward   gradients ---reduce---> owners     those of adamw ---all-reduce---> p.grad everywhere
     step       owner: momentum, Newton-Schulz, then    its updates ---all-gather---> every rank
-    forward    before a block runs: wait for the updates of its matrices and apply them
-
-A bucket of updates has a share of each owner: what is published of its units and, behind it, the
-RMS of each update, so that every rank can report it without another collective::
-
-    | unit 3 [b, m, n] | unit 7 [b, m, n] | rms [b3 + b7] | unit 4 [b, m, n] | rms [b4] | ...
+               the RMS of each update ---all-reduce---> every rank
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from dmuon.comm import reducer as reduction
-from dmuon.comm.buckets import Buffer, Slices, allocate, gradient_bucket, rooms
+from dmuon.comm.buckets import Slices, gradient_bucket
 from dmuon.comm.hooks import Hook, ParameterWatch
 from dmuon.comm.layout import Gradients, LayoutRuntime
-from dmuon.comm.pipeline import Turns, all_gathers
-from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.routes import turns_of
+from dmuon.comm.pipeline import Copies, Pipeline
+from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
-from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, buckets_of, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError, grouped, runs_of
 
@@ -46,6 +40,44 @@ from dmuon.types import DmuonError, grouped, runs_of
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
 # (unit, positions in it, views of the parameters, views of what was published)
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
+Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
+
+
+class Exchange:
+    """Units on their way in a `Pipeline`. ``sources`` copy gradients into each bucket, where they
+    do not lie with the owner already."""
+
+    def __init__(
+        self, pipeline: Pipeline, units: Sequence[Unit], sources: Sequence[Copies] = ()
+    ) -> None:
+        self.pipeline, self._units, self._sources = pipeline, units, sources
+        # Buffers never move, so views of them are made once.
+        self._results: list[list[tuple[Unit, Parts]]] = [
+            [
+                (units[part.unit], [*zip(count(part.position), part.matrices, part.within(flat))])
+                for flat, message in bucket.updates
+                for part in message.parts
+            ]
+            for bucket in pipeline.buckets
+        ]
+
+    def run(
+        self,
+        compute: Callable[[Unit, Tensor], Tensor | None],
+        update: Callable[[Unit, Parts], None],
+    ) -> None:
+        """Call ``compute(unit, gradients)`` at owners, ``update`` with parts of results on all
+        ranks; with those of the last buckets when the pipeline applies what is pending."""
+
+        def fill(b: int) -> None:
+            if self._sources:
+                self._sources[b].run()
+
+        def apply(b: int) -> None:
+            for unit, parts in self._results[b]:
+                update(unit, parts)
+
+        self.pipeline.run(fill, lambda u, x: compute(self._units[u], x), apply, lambda _: None)
 
 
 class OwnersRuntime(LayoutRuntime):
@@ -68,7 +100,7 @@ class OwnersRuntime(LayoutRuntime):
         self.reducer: reduction.GradientReducer | None = None
         self.slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
-        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
+        self._exchanges: list[Exchange] = []
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -122,27 +154,33 @@ class OwnersRuntime(LayoutRuntime):
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
     def _computed(
-        self,
-        compute: Compute,
-        unit: Unit,
-        where: list[int],
-        gradients: Tensor,
-        rms: Tensor,
-        out: Tensor | None = None,
+        self, compute: Compute, unit: Unit, gradients: Tensor, rms: Tensor
     ) -> Tensor | None:
-        """The payload of a unit, ``[b, rows, cols]``, in ``out`` if given: of the matrices at
-        ``where``, which have gradients. Undefined elsewhere, and None where none has."""
+        """The results of a unit, ``[b, rows, cols]``, undefined for matrices without a gradient,
+        and the RMS of its updates; None where none has one."""
+        where = self._with_gradients(unit)
         if len(where) < len(unit.matrices):
             rms.zero_()
         if not where:
             return None
-        payload, found = compute(unit, reduction.rows_of(gradients, where), where)
+        results, found = compute(unit, reduction.rows_of(gradients, where), where)
         reduction.set_rows(rms, where, found)
-        if out is None and len(where) == len(unit.matrices):
-            return payload
-        out = payload.new_empty(unit.shape) if out is None else out
-        reduction.set_rows(out, where, payload)
-        return out
+        if len(where) == len(unit.matrices):
+            return results
+        whole = results.new_empty(unit.shape)
+        reduction.set_rows(whole, where, results)
+        return whole
+
+    def _update(self, apply: Apply, present: Sequence[bool], unit: Unit, parts: Parts) -> None:
+        """Apply parts of results, of parameters ``present``, to what this rank stores."""
+        matrices = self.plan.specs.matrices
+        if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
+            targets, where = self._targets(unit), [k for k, _ in came]
+            apply(unit, where, [targets[k] for k in where], [view for _, view in came])
+
+    @abstractmethod
+    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+        """What this rank stores of the matrices of a unit, in the dims of their parameters."""
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
@@ -152,42 +190,20 @@ class OwnersRuntime(LayoutRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
 
+    @abstractmethod
     def update_rms(self) -> tuple[list[int], Tensor]:
-        """The matrices whose updates are known here, and the RMS of those that are not pending."""
-        known = [unit for unit in self.units if unit.matrices[0] in self._rms]
-        rms = [torch.zeros(0, device=self.device), *(self._rms[u.matrices[0]] for u in known)]
-        return [*chain.from_iterable(u.matrices for u in known)], torch.cat(rms)
+        """The matrices whose updates are known here, and the RMS of each update."""
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        found = Counter[str]()
+        for exchange in self._exchanges:
+            found.update(exchange.pipeline.nbytes)
+        return dict(found)
 
     def counts(self, parameter: int) -> bool:
         is_cut = is_distributed(self.parameters[parameter])
         return parameter in self._counted if is_cut else self.transport.rank == 0
-
-
-@dataclass(slots=True)
-class _Published:
-    """A unit in a bucket, and views of the parameters that its update is applied to."""
-
-    unit: Unit
-    payload: Tensor  # [b, m, n]
-    views: list[Tensor]  # of the payload, in the parameters' dims
-    rms: Tensor  # [b] float32
-    parameters: list[int]
-    where: list[int] = field(default_factory=list)  # positions in the unit that were published last
-    targets: Sequence[Tensor] = ()
-    pointers: Sequence[int] = ()  # where the parameters of the targets are stored
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``rms`` are
-    views of it, one per owner; ``seen`` are copies of those that were published last."""
-
-    units: list[_Published]
-    buffer: Buffer
-    turns: Turns
-    rms: list[Tensor]
-    seen: list[Tensor]
-    works: list[Work] = field(default_factory=list)
 
 
 class ReducedRuntime(OwnersRuntime):
@@ -209,11 +225,11 @@ class ReducedRuntime(OwnersRuntime):
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
-        self._peers = {tuple(range(transport.world)): transport} | peers
-        self._gathers = all_gathers(self._peers, plan.topology, plan.rings)
-        self._buckets: list[_Bucket] = []
-        self._pending: dict[int, Apply] = {}  # buckets that were not applied yet
-        self._publishing = record_function("dmuon::publish")
+        self._peers = peers
+        self._views: dict[int, tuple[list[int], list[Tensor]]] = {}  # see `_targets`
+        # The RMS of every update: those of this rank, and of all once the work is done.
+        self._own_rms = self._all_rms = torch.zeros(0, device=device)
+        self._work = Work()
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
@@ -233,40 +249,22 @@ class ReducedRuntime(OwnersRuntime):
             for members in runs_of(order, nbytes, options.bucket_bytes)
         ]
         dtypes = [payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units]
-        item = max((dtype.itemsize for dtype in dtypes), default=1)
         sizes = Sizes.of(ShardedOptions(bucket_bytes=options.publish_bucket_bytes), self.plan)
-        for members in buckets_of(self.units, range(len(self.units)), sizes, item)[0]:
-            self._buckets.append(self._bucket([(self.units[u], dtypes[u]) for u in members]))
+        world = self.transport.world
+        grid = Grid((1, 1, world), tuple(range(world)))  # every rank has all weights
+        shards = Slices(self.plan, grid, self.slices.boxes, ranges_only=False).shards
+        what = shards, self.plan.topology, self.units
+        how = self.transport, self.meter, sizes
+        for dtype, members in grouped((dtype, u) for u, dtype in enumerate(dtypes)).items():
+            like = torch.empty(0, dtype=dtype, device=self.device)
+            pipeline = Pipeline(*what, members, *how, like, gathers=False, replicas=self._peers)
+            self._exchanges.append(Exchange(pipeline, self.units))
+        counts = [len(unit.matrices) for unit in self.units]
+        self._own_rms = torch.zeros(sum(counts), device=self.device)
+        self._all_rms = torch.zeros_like(self._own_rms)
         reducer = reduction.GradientReducer(self.parameters, self.process_groups, buckets, owned)
         self.reducer = reducer
         self._install_hooks(reducer)
-
-    def _bucket(self, members: Iterable[tuple[Unit, torch.dtype]]) -> _Bucket:
-        specs, columns = self.plan.specs, self.plan.topology.columns_of(range(self.transport.world))
-        of_owner = grouped((unit.owner, (unit, dtype)) for unit, dtype in members)
-        shares: list[list[tuple[int, torch.dtype]]] = []
-        for owner in chain(*columns):
-            mine = of_owner.get(owner, [])
-            count = sum(len(unit.matrices) for unit, _ in mine)
-            last = [(count, torch.float32)] * bool(mine)
-            shares.append([*((unit.numel, dtype) for unit, dtype in mine), *last])
-        flat, parts = allocate([*chain(*shares)], self.device)
-        turns = turns_of(columns, [sum(rooms(share)) for share in shares], self.transport.rank)
-        made = _Bucket([], Buffer(flat), Turns([(flat, turns)], True), [], [])
-        rest = iter(parts)
-        for owner in filter(of_owner.__contains__, chain(*columns)):
-            units = [unit for unit, _ in of_owner[owner]]
-            stacks, rms = [next(rest).view(unit.shape) for unit in units], next(rest)
-            made.rms.append(rms)
-            made.seen.append(torch.zeros_like(rms))
-            each = (part.split([len(u.matrices) for u in units]) for part in (rms, made.seen[-1]))
-            for unit, stack, own, seen in zip(units, stacks, *each, strict=True):
-                parameters = [specs.matrices[i].parameter for i in unit.matrices]
-                views = reduction.unstacker(specs, unit)(stack)
-                made.units.append(_Published(unit, stack, views, own, parameters))
-                self._rms[unit.matrices[0]] = seen
-        made.buffer.release()
-        return made
 
     def _install_hooks(self, reducer: reduction.GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
@@ -285,13 +283,8 @@ class ReducedRuntime(OwnersRuntime):
             self._removers.append(handle.remove)
 
     def _begin_round(self, reducer: reduction.GradientReducer) -> None:
-        """Apply the updates first, because gradients take their memory."""
+        """Apply the updates first, because they are those of the gradients before."""
         self.synchronize()
-        for bucket in self._buckets:
-            self.meter.wait("scatter", bucket.works)  # if a step failed
-            bucket.buffer.release()
-            for live in bucket.units:
-                live.where = []
         reducer.begin()
 
     def _accumulated(self, parameter: int) -> None:
@@ -319,7 +312,7 @@ class ReducedRuntime(OwnersRuntime):
     def close(self) -> None:
         self.synchronize()
         self._remove_hooks()
-        self.reducer, self._buckets = None, []
+        self.reducer, self._exchanges = None, []
         for peers in self._peers.values():
             peers.close()
 
@@ -340,66 +333,45 @@ class ReducedRuntime(OwnersRuntime):
             )
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer = self._bound
-        # Which parameters have a gradient is known alike, so all ranks leave the same buckets out.
-        leaving: list[int] = []
-        for b, bucket in enumerate(self._buckets):
-            for live in bucket.units:
-                live.where = self._with_gradients(live.unit)
-            if not any(live.where for live in bucket.units):
-                torch._foreach_zero_(bucket.seen)
-                continue
-            bucket.buffer.hold()
-            for live in bucket.units:
-                if live.unit.owner == self.transport.rank:
-                    gradients = reducer.owned.stack(live.unit)
-                    payload = live.rms, live.payload
-                    self._computed(compute, live.unit, live.where, gradients, *payload)
-            bucket.turns.sent = 0
-            leaving = self._sent_on([b, *leaving], apply)
-        while leaving:
-            leaving = self._sent_on(leaving, apply)
+        reducer, rms = self._bound, self._rms_of(self._own_rms)
+        # A copy, because the last updates are applied when gradients have been cleared.
+        update = partial(self._update, apply, [*reducer.present])
+
+        def computed(unit: Unit, _: Tensor) -> Tensor | None:
+            gradients = reducer.owned.stack(unit)
+            return self._computed(compute, unit, gradients, rms[unit.matrices[0]])
+
+        for exchange in self._exchanges:
+            exchange.run(computed, update)
+        self._work.wait()
+        self._all_rms.copy_(self._own_rms)
+        self.meter["rms"] += self._all_rms.nbytes
+        self._work = self.transport.all_reduce(self._all_rms, tag="rms")
         reducer.clear()
 
-    def _sent_on(self, leaving: Sequence[int], apply: Apply) -> list[int]:
-        """Launch the next turn of each bucket, the newest bucket first. Return the buckets that
-        have more turns; the others are pending."""
-        left = []
-        for b in leaving:
-            bucket, rank = self._buckets[b], self.transport.rank
-            with self._publishing:
-                if bucket.turns.sent:
-                    self.meter.wait("scatter", bucket.works)
-                if bucket.turns.sent < len(bucket.turns):
-                    bucket.works += bucket.turns.send(rank, self._gathers, self.meter)
-            if bucket.turns.sent < len(bucket.turns):
-                left.append(b)
-            else:  # not before, or a step that fails would leave memory that nobody has written
-                self._pending[b] = apply
-        return left
+    def _rms_of(self, every: Tensor) -> dict[int, Tensor]:
+        """By a unit's first matrix, the views of its matrices."""
+        parts = every.split([len(unit.matrices) for unit in self.units])
+        return {unit.matrices[0]: part for unit, part in zip(self.units, parts, strict=True)}
 
-    def _wait_for(self, buckets: Iterable[int]) -> None:
-        for b in sorted(self._pending.keys() & buckets):
-            bucket, apply = self._buckets[b], self._pending.pop(b)
-            with self._publishing:
-                self.meter.wait("scatter", bucket.works)
-            for live in bucket.units:
-                if live.where:
-                    self._apply(live, apply)
-            torch._foreach_copy_(bucket.seen, bucket.rms)
+    def update_rms(self) -> tuple[list[int], Tensor]:
+        self._work.wait()
+        self._work = Work()
+        return [*chain.from_iterable(unit.matrices for unit in self.units)], self._all_rms
 
-    def _apply(self, live: _Published, apply: Apply) -> None:
-        pointers = [self.parameters[p].data_ptr() for p in live.parameters]
-        if pointers != live.pointers:  # the first time, or someone has assigned to p.data
-            specs = [self.plan.specs.matrices[i] for i in live.unit.matrices]
-            wholes = [self.parameters[p].detach() for p in live.parameters]
-            live.targets = [p[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
-            live.pointers = pointers
-        targets = [live.targets[k] for k in live.where]
-        apply(live.unit, live.where, targets, [live.views[k] for k in live.where])
+    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+        specs = [self.plan.specs.matrices[i] for i in unit.matrices]
+        wholes = [self.parameters[m.parameter] for m in specs]
+        pointers = [p.data_ptr() for p in wholes]
+        known = self._views.get(unit.matrices[0])
+        if known is None or known[0] != pointers:  # the first time, or someone assigned to p.data
+            views = [p.detach()[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
+            known = self._views[unit.matrices[0]] = pointers, views
+        return known[1]
 
     def synchronize(self) -> None:
-        self._wait_for(range(len(self._buckets)))
+        for exchange in self._exchanges:
+            exchange.pipeline.apply_pending(exchange.pipeline.pending)
 
     def weights(self, unit: Unit) -> list[Tensor]:
         specs = self.plan.specs.matrices
@@ -410,17 +382,3 @@ class ReducedRuntime(OwnersRuntime):
         mine = self.slices.matrices_of[parameter]
         i = next(i for i in mine if specs[i].box(tuple(whole.shape)) == box)
         return [(i, box, whole[box.slices()])]
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        return {"outbound": sum(bucket.buffer.nbytes for bucket in self._buckets)}
-
-    def published(self) -> dict[str, Tensor]:
-        """The last updates, ``[m, n]``, of matrices with a gradient, until the next backward."""
-        self.synchronize()
-        specs, found = self.plan.specs.matrices, dict[str, Tensor]()
-        for live in chain.from_iterable(bucket.units for bucket in self._buckets):
-            if live.where:  # else its buffer may have no memory
-                matrices = reduction.oriented(live.unit, live.payload)
-                found |= {specs[live.unit.matrices[k]].name: matrices[k] for k in live.where}
-        return found

@@ -45,17 +45,17 @@ Gathers = Mapping[Ranks, Callable[..., Work]]  # `Transport.all_gather` of sets 
 _listed: Copier = partial(partial, torch._foreach_copy_)
 
 
-def _room(route: BucketRoute) -> tuple[int, ...]:
+def _room(route: BucketRoute, gathers: bool) -> tuple[int, ...]:
     """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
     here; what comes to this owner, and its updates; updates of what is held here; what replicas
     have of these, which has room for the updates where all are replicated alike. Nobody sends what
-    all hold whole.
+    all hold whole; without ``gathers`` operands lie elsewhere.
     """
     owned = 0 if route.columns else route.owned.numel
     is_within = any(one.is_all for one in route.replications)
     updates = 0 if is_within else route.updates.numel
     replicated = sum(one.others.numel for one in route.replications)
-    return route.held.numel, owned, owned, updates, replicated
+    return route.held.numel * gathers, owned, owned, updates, replicated
 
 
 def layers_in(names: Sequence[str]) -> str:
@@ -120,11 +120,12 @@ class Bucket:
     """A bucket's buffers, and views of them made once. ``send`` has the operands of what this rank
     holds, in the order of ``route.held``; ``updates`` are where updates arrive, (flat buffer, its
     layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that it owns are assembled at
-    every step."""
+    every step; without an ``assembly`` these have no memory."""
 
     def __init__(
-        self, route: BucketRoute, units: Units, buffers: list[Tensor], assembly: Tensor, rank: int
-    ) -> None:
+        self, route: BucketRoute, units: Units, buffers: list[Tensor], rank: int,
+        assembly: Tensor | None,
+    ) -> None:  # fmt: skip
         self.route = route
         self.works: list[Work] = []
         self.send, arrived, leaving, updates, replicated = buffers
@@ -155,13 +156,15 @@ class Bucket:
         self.scatter = "scatter", (updates, route.updates), (leaving, route.owned)
         stacks, start = [], 0
         for u in route.units:
-            stacks.append((u, assembly.narrow(0, start, units[u].numel).view(units[u].shape)))
+            flat = self.send if assembly is None else assembly.narrow(0, start, units[u].numel)
+            stacks.append((u, flat if assembly is None else flat.view(units[u].shape)))
             start += _aligned(units[u].numel)
         self.stacks = stacks
         owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = Copies(
-            (places(stack_of[part.unit], part), part.within(arrived)) for part in owned
+            (places(stack_of[part.unit], part), part.within(arrived))
+            for part in (() if assembly is None else owned)
         )
         # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
@@ -199,7 +202,8 @@ class Pipeline:
 
     ``inbound`` is the dtype on the way to the owners, where it is another. ``memory`` gives memory
     for so many elements, in which the operands of all buckets lie one behind the other, to be sent
-    from there; without it they have slots as well. ``replicas`` has a transport over each set of
+    from there; without it they have slots as well, and without ``gathers``, where every rank holds
+    all whole, owners have them elsewhere. ``replicas`` has a transport over each set of
     ranks that this one shares updates with; ``transport`` is that of all ranks. ``nbytes`` are
     those of its own buffers: "inbound" and "outbound" have room, slot by slot, for what the rank
     and its replicas hold, and what it owns, of a bucket; "assembly" is the largest owned bucket.
@@ -209,7 +213,7 @@ class Pipeline:
         self, shards: ShardMap, topology: Topology, units: Units, travelling: Sequence[int],
         transport: Transport, meter: Meter, sizes: Sizes, like: Tensor,
         inbound: torch.dtype | None = None, memory: Callable[[int], Tensor] | None = None,
-        replicas: Mapping[Ranks, Transport] | None = None,
+        replicas: Mapping[Ranks, Transport] | None = None, *, gathers: bool = True,
     ) -> None:  # fmt: skip
         cuts, self._slots = buckets_of(units, travelling, sizes, like.element_size())
         units = units_for(units, shards, topology, transport.rank)
@@ -223,10 +227,11 @@ class Pipeline:
         self.copier = _listed  # an engine may know a better way
         inbound = inbound or like.dtype
         largest = max((sum(_aligned(units[u].numel) for u in r.units) for r in routes), default=0)
-        assembly = like.new_empty(largest, dtype=inbound)
-        self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
+        assembly = like.new_empty(largest, dtype=inbound) if gathers else None
+        assembled = 0 if assembly is None else assembly.nbytes
+        self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembled}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
-        for number, numels in enumerate(zip(*map(_room, routes), strict=True)):
+        for number, numels in enumerate(zip(*(_room(r, gathers) for r in routes), strict=True)):
             if memory is not None and not number:
                 rings.append(list(memory(sum(numels)).split(numels)))
                 continue
@@ -240,7 +245,7 @@ class Pipeline:
             purpose = "inbound" if is_inbound else "outbound"
             self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
-            Bucket(route, units, [ring[b] for ring in rings], assembly, transport.rank)
+            Bucket(route, units, [ring[b] for ring in rings], transport.rank, assembly)
             for b, route in enumerate(routes)
         ]
         self.only_publishes = bool(routes) and all(bucket.is_published for bucket in self.buckets)

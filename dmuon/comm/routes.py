@@ -221,9 +221,9 @@ def bucket_route(
     shards: ShardMap, topology: Topology, units: Units, bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """Return the messages of ``rank`` for a bucket of units from `units_for`."""
-    everywhere = all(map(shards.is_everywhere, (i for u in bucket for i in units[u].matrices)))
+    within = (i for u in bucket for i in units[u].matrices)
     columns: tuple[Ranks, ...] = ()
-    if everywhere:
+    if shards.world == 1 or all(map(shards.is_everywhere, within)):
         columns = topology.columns_of(units[bucket[0]].audience or range(shards.world))
     order = tuple(chain(*columns))
     contents: dict[str, _Pieces] = defaultdict(list)

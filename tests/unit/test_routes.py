@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dmuon.comm.buckets import (
     EVERYONE,
     Slices,
-    allocate,
     gradient_bucket,
 )
 from dmuon.scheduler.plan import Batch, OwnershipPlan, units_of
@@ -184,19 +183,3 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     assert len(units) == len({(batch_of[u.matrices[0]], u.group) for u in units})
     order = [batch_of[u.matrices[0]] for u in units]
     assert order == sorted(order), "batches are executed in the order of the plan"
-
-
-DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), DTYPES), max_size=5))
-def test_allocated_tensors_do_not_overlap_and_are_aligned(sizes):
-    whole, parts = allocate(sizes, torch.device("cpu"))
-    end = whole.data_ptr()
-    for (numel, dtype), part in zip(sizes, parts, strict=True):
-        assert (part.numel(), part.dtype) == (numel, dtype)
-        begin = whole.data_ptr() + part.storage_offset() * part.itemsize
-        assert begin % 64 == whole.data_ptr() % 64
-        assert 0 <= begin - end < 64
-        end = begin + part.nbytes
-    assert 0 <= whole.data_ptr() + whole.nbytes - end < 64
