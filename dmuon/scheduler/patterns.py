@@ -19,17 +19,15 @@ least of ``C(k), C(k + 1), ...``, which is the cost itself unless prices fall wi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.problem import Counts, Ints, Problem, Shape
 
-ENGINES = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names, the preferred one first
 _MOST_LISTED = 6_000  # patterns of all classes together
 _ON_THE_WAY = 20  # times as many while they are listed
 _MOST_NEAR = 3_000  # patterns near known counts, where all are too many
@@ -43,24 +41,22 @@ _MOST_SETS = 64  # of owners, whose own work is looked at
 
 
 class EngineError(Exception):
-    """A solver raised, or answered with what are no numbers."""
+    """HiGHS raised, or answered with what are no numbers."""
 
 
-def available_engines() -> tuple[str, ...]:
-    """The solvers that PuLP finds here, in order of preference."""
-    found: set[str] = set()
+def has_engine() -> bool:
+    """Whether PuLP finds HiGHS here."""
 
-    def find() -> None:
+    def find() -> bool:
         with suppress(ImportError):
             import pulp
 
-            found.update(pulp.listSolvers(onlyAvailable=True))
+            return "HiGHS" in pulp.listSolvers(onlyAvailable=True)
+        return False
 
     # On a stack of its own: PuLP keeps an exception of its import, and that all callers' frames.
-    thread = threading.Thread(target=find)
-    thread.start()
-    thread.join()
-    return tuple(name for name in ENGINES if name in found)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(find).result()
 
 
 # ---- bounds ----------------------------------------------------------------------------------
@@ -277,9 +273,9 @@ def _followed(problem: Problem, steps: Sequence[tuple[int, Ints, Ints]]) -> Coun
 
 
 def shared_out(
-    problem: Problem, listed: Sequence[Ints], engine: str, time_limit_s: float, *, whole: bool
+    problem: Problem, listed: Sequence[Ints], time_limit_s: float, *, whole: bool
 ) -> tuple[float, npt.NDArray[np.float64]] | None:
-    """The linear program over patterns, by PuLP: (how many times the owners that there are it
+    """The linear program over patterns, by HiGHS: (how many times the owners that there are it
     takes, the value of a matrix of each shape). With ``whole``, patterns are used whole times by
     the owners that there are: (1, how often each is used). None if no solution is found. One thread
     and limited nodes, so that equal input gives an equal answer."""
@@ -303,27 +299,22 @@ def shared_out(
         first += len(mine)
         owners.append((times, -float(problem.classes[c].size)))
         model += pulp.LpAffineExpression(owners) <= 0.0, f"class{c:06d}"
-    options: dict[str, Any] = {"msg": False, "mip": whole, "timeLimit": time_limit_s}
-    if engine == "HiGHS":
-        options |= {"threads": 1} | ({"mip_max_nodes": _NODES} if whole else {})
-        solver = pulp.HiGHS(**options)
-    else:
-        solver = pulp.PULP_CBC_CMD(maxNodes=_NODES if whole else None, **options)
+    nodes = {"mip_max_nodes": _NODES} if whole else {}
     try:
-        model.solve(solver)
+        model.solve(pulp.HiGHS(msg=False, mip=whole, timeLimit=time_limit_s, threads=1, **nodes))
     except KeyError:
         # PuLP has no name for HiGHS's status at its limit of nodes. A solution would have ended the
         # search, because any is as good as another.
         return None
     except Exception as error:  # a solver may raise anything; planning must go on
-        raise EngineError(f"{engine} failed: {type(error).__name__}: {error}") from error
+        raise EngineError(f"HiGHS failed: {type(error).__name__}: {error}") from error
     solved = (pulp.LpSolutionOptimal, *([pulp.LpSolutionIntegerFeasible] if whole else []))
     if model.sol_status not in solved:
         return None
     found = [times.varValue, *([v.varValue for v in used] if whole else [r.pi for r in rows])]
     answer = np.array([np.nan if value is None else value for value in found], float)
     if not np.isfinite(answer).all() or np.abs(answer).max() > 1e15:
-        raise EngineError(f"{engine} gave values that are no numbers")
+        raise EngineError("HiGHS gave values that are no numbers")
     return float(answer[0]), answer[1:]
 
 

@@ -23,10 +23,10 @@ from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.patterns import (
     WORTH,
     EngineError,
-    available_engines,
     counts_of,
     every_pattern,
     exhaust,
+    has_engine,
     is_short,
     leaves_out,
     most_worth,
@@ -198,21 +198,18 @@ def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
     if len({c.allowed for c in problem.classes}) > 1:
         plain = _plain(problem, _by_domain(problem, plain.counts, budget))
     is_small = len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
-    notes = []
-    if not (engines := available_engines()):
-        notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
-    for engine in engines if is_small else ():
-        search = _Bisection(problem, plain, engine, budget)
+    note = "" if has_engine() else "HiGHS is not installed (pip install 'pulp[highs]')"
+    if is_small and not note:
+        search = _Bisection(problem, plain, budget)
         try:
             search.improve()
             search.prove()
         except EngineError as error:
-            notes.append(str(error))
-            continue
-        if (found := search.found) is not plain:
-            return replace(found, solver="milp", engine=engine, note="; ".join(notes))
-        break
-    return replace(plain, note="; ".join([*notes, "this is the greedy plan"]))
+            note = str(error)
+        else:
+            if search.found is not plain:
+                return replace(search.found, solver="milp", engine="HiGHS")
+    return replace(plain, note="; ".join(filter(None, (note, "this is the greedy plan"))))
 
 
 # A solver is given the problem, the counts of simple methods by name, and the clock. It raises
@@ -231,8 +228,8 @@ def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
 class _Bisection:
     """Finds better counts, and raises the bound, by trying makespans between the two."""
 
-    def __init__(self, problem: Problem, found: Found, engine: str, budget: Budget) -> None:
-        self.problem, self.found, self.engine, self.budget = problem, found, engine, budget
+    def __init__(self, problem: Problem, found: Found, budget: Budget) -> None:
+        self.problem, self.found, self.budget = problem, found, budget
 
     def improve(self) -> None:
         """Look for better counts: in turn just below those known, because nothing is left to do if
@@ -267,7 +264,7 @@ class _Bisection:
             if listed is not None:
                 self._refute(limit, (0,) * len(problem.shapes))
             return False
-        solved = shared_out(problem, some, self.engine, self.budget.left_s() + 1.0, whole=False)
+        solved = shared_out(problem, some, self.budget.left_s() + 1.0, whole=False)
         if solved is None:
             return False
         times, duals = solved
@@ -285,7 +282,7 @@ class _Bisection:
         if complete or prove or times > 1 + 1e-6:
             return self._take(counts)
         limit_s = self.budget.left_s() + 1.0
-        if (whole := shared_out(problem, some, self.engine, limit_s, whole=True)) is None:
+        if (whole := shared_out(problem, some, limit_s, whole=True)) is None:
             return False
         return self._take(counts_of(problem, some, whole[1]))
 
@@ -336,15 +333,14 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
             if (start := greedy(part, [], budget.spent)) is None:
                 return counts  # shares do not look at memory
             found[part] = start
-    for engine in available_engines()[:1]:
-        for _ in range(_MOST_DOMAINS):
-            worst = max(found, key=lambda part: part.makespan(found[part]))
-            search = _Bisection(worst, _plain(worst, found[worst]), engine, budget)
-            with suppress(EngineError):
-                search.improve()
-            if search.found.counts is found[worst] or budget.spent():
-                break
-            found[worst] = search.found.counts
+    for _ in range(_MOST_DOMAINS if has_engine() else 0):
+        worst = max(found, key=lambda part: part.makespan(found[part]))
+        search = _Bisection(worst, _plain(worst, found[worst]), budget)
+        with suppress(EngineError):
+            search.improve()
+        if search.found.counts is found[worst] or budget.spent():
+            break
+        found[worst] = search.found.counts
     filled = np.zeros_like(counts)
     for part, ranks, shapes in parts:
         filled[np.ix_(ranks, shapes)] = found[part]

@@ -22,7 +22,7 @@ from dmuon import __version__, devices
 from dmuon.kernels.choice import described, fixed_choice, measured_speeds, why_not
 from dmuon.scheduler.costs import CacheKey, CostTable, cache_directory, read_cache
 from dmuon.scheduler.json_files import parse, read_text
-from dmuon.scheduler.patterns import available_engines
+from dmuon.scheduler.patterns import has_engine
 from dmuon.tools.plan import show
 
 _SHAPES = ((256, 256), (1024, 1024), (1024, 4096))  # whose kernels are named
@@ -123,9 +123,9 @@ def _kernels(own: devices.Device) -> str:
 
 
 def _solver(own: devices.Device) -> str:
-    if not (engines := available_engines()):
+    if not has_engine():
         return "greedy and covering search alone; pip install 'pulp[highs]' for the others"
-    return f"{engines[0]}, where greedy is not proven optimal ({_versions('pulp', 'highspy')})"
+    return f"HiGHS, where greedy is not proven optimal ({_versions('pulp', 'highspy')})"
 
 
 def _cached(folder: Path) -> Iterator[tuple[CacheKey, CostTable]]:
