@@ -101,29 +101,9 @@ def cases_of(keys: Iterable[ShapeKey], batch_numel: int = BATCH_NUMEL) -> tuple[
 
 def long_batch(case: Case, ms: Mapping[Case, float]) -> Case:
     """The smallest batch of this shape that is known to be so long that a CPU runs larger ones,
-    such as ``case``, in the same way; ``case`` if there is none."""
+    such as ``case``, in the same way and in as much time per matrix; ``case`` if there is none."""
     smaller = (replace(case, batch=1 << i) for i in range((case.batch - 1).bit_length()))
     return next((one for one in smaller if ms.get(one, 0.0) >= _LONG_MS), case)
-
-
-def as_on_a_cpu(ms: Mapping[Case, float], cases: Iterable[Case]) -> dict[Case, float]:
-    """The times of these batches on a CPU from those that were taken. Beyond a `long_batch` each
-    matrix costs as much and a little more, because the traffic of smaller batches hides better. No
-    other batch costs more than its matrices do in smaller ones, or noise splits it.
-
-    >>> one, two = (Case((4, 4, "float32"), batch) for batch in (1, 2))
-    >>> [as_on_a_cpu({one: single, two: 2.5 * single}, [one, two])[two] for single in (1.0, 4.0)]
-    [1.998, 8.008]
-    """
-    found: dict[Case, float] = {}
-    for case in sorted(cases, key=lambda case: case.batch):
-        if (long := long_batch(case, ms)) != case and ms[long] < math.inf:
-            found[case] = 1.001 * found[long] / long.batch * case.batch
-        elif case in ms:
-            smaller = [c for c in found if c.key == case.key] * (ms[case] < math.inf)
-            parts = [0.999 * found[c] / c.batch * case.batch for c in smaller]
-            found[case] = min([ms[case], *parts])
-    return found
 
 
 def in_order(cases: Iterable[Case], model: CostTable) -> list[Case]:
@@ -509,7 +489,12 @@ class _Setting:
         """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
         it fails: what is ``cached`` on all ranks, and what all measure at once."""
         by_rank = exchanged(self.transport, lambda: dict(cached))
-        lacking = [case for case in names if any(case not in ms for ms in by_rank)]
+        is_cpu = devices.of(self.device).is_cpu
+
+        def is_known(case: Case, ms: Mapping[Case, float]) -> bool:
+            return case in ms or (is_cpu and long_batch(case, ms) != case)
+
+        lacking = [case for case in names if not all(is_known(case, ms) for ms in by_rank)]
 
         def measure() -> dict[Case, float]:
             timer, known = make(), dict(cached)
@@ -524,8 +509,7 @@ class _Setting:
         if lacking:
             by_rank = exchanged(self.transport, measure)
         cases = dict.fromkeys(chain.from_iterable(by_rank))
-        found = {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
-        return as_on_a_cpu(found, names) if devices.of(self.device).is_cpu else found
+        return {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
 
     def progress(self, what: str, total: int) -> Callable[[int], None]:
         """Says on standard error, once, what the first rank does if it takes two seconds."""
