@@ -188,18 +188,17 @@ def _contents(
             yield "held", rank, part(rank)
         return
     replica = shards.replica_of(i, unit.owner)
-    for piece in shards.pieces(i) if unit.owner == rank else ():
-        if piece.replica == replica and piece.numel:
-            yield "owned", piece.rank, part(piece.rank)
-    mine = shards.piece(i, rank)
-    if mine.replica == replica and mine.numel:
+    for holder in shards.pieces(i) if unit.owner == rank else ():
+        if shards.replica_of(i, holder) == replica:
+            yield "owned", holder, part(holder)
+    if shards.replica_of(i, rank) == replica and shards.piece(i, rank).numel:
         yield "held", unit.owner, part(rank)
 
 
 def _part_at(shards: ShardMap, unit: Unit, position: int, rank: int) -> MatrixPart:
     """Return everything that a rank holds of a matrix."""
     i = unit.matrices[position]
-    box, turned = shards.piece(i, rank).box, unit.holds_transpose(position)
+    box, turned = shards.piece(i, rank), unit.holds_transpose(position)
     return position, i, shards.boxes[i].shape, turned, box
 
 

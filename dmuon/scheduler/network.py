@@ -126,7 +126,7 @@ class Routes:
         if (key := self._place(matrix)) not in self._held:
             found = self._held[key] = np.zeros(self.shards.world)
             for rank in self.shards.domains[matrix]:
-                found[rank] = self.shards.piece(matrix, rank).box.numel
+                found[rank] = self.shards.piece(matrix, rank).numel
         return self._held[key]
 
     def _spread(self, sets: Sets) -> sim.Floats:
@@ -212,7 +212,7 @@ def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tupl
     """Newton-Schulz of all blocks that a rank holds: ms, and in how many batches."""
     kinds = Counter[tuple[int, int, str]]()
     for i, matrix in enumerate(shards.specs.matrices):
-        if (box := shards.piece(i, rank).box).numel:
+        if (box := shards.piece(i, rank)).numel:
             m, n = sorted(matrix.form.matrix_shape(box.shape))
             kinds[m, n, matrix.dtype] += 1
     ms, batches = 0.0, 0

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, holds_replicas
 from dmuon.types import INTERLEAVED, OwnershipError, PlanError, grouped
+
+T = TypeVar("T")
 
 # Projections back to the residual stream, which tensor parallelism cuts by their columns.
 _BACK = re.compile(r"(?:o_proj|out_proj|down_proj|c_proj|w2|wo|dense_4h_to_h)(?:\.weight)?$")
@@ -30,19 +32,6 @@ _BACK = re.compile(r"(?:o_proj|out_proj|down_proj|c_proj|w2|wo|dense_4h_to_h)(?:
 def is_back(name: str) -> bool:
     """Whether a weight of this name projects back to the residual stream."""
     return _BACK.search(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The ``box`` of a matrix, from its corner, that ``rank`` holds."""
-
-    rank: int
-    replica: tuple[int, ...]
-    box: Box
-
-    @property
-    def numel(self) -> int:
-        return self.box.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +64,16 @@ class ShardMap:
     reports: tuple[RankShards, ...]
     copies: tuple[tuple[tuple[int, ...], ...], ...]
     holders: tuple[tuple[int, ...], ...]
-    _alike: dict[tuple[int, tuple[int, ...]], dict[Box, tuple[int, ...]]] = field(
+    _known: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _served: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _shared: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _numbers: dict[tuple[object, ...], np.ndarray[Any, Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What ``make`` gives, made once for each key: layers are alike."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     @property
     def world(self) -> int:
@@ -102,18 +89,18 @@ class ShardMap:
         """The part of a parameter that ``rank`` stores."""
         return self.reports[rank].shards[parameter]
 
-    def piece(self, matrix: int, rank: int) -> Piece:
-        """The part of a matrix that ``rank`` holds, which may be empty."""
+    def piece(self, matrix: int, rank: int) -> Box:
+        """The part of a matrix, from its corner, that ``rank`` holds; it may be empty."""
         outer = self.boxes[matrix]
         if rank not in self._holder_sets[matrix]:
-            return Piece(rank, (), Box.at_origin((0,) * len(outer.shape)))
+            return Box.at_origin((0,) * len(outer.shape))
         shard = self.shard(rank, self.specs.matrices[matrix].parameter)
-        return Piece(rank, shard.replica, outer.intersection(shard.box).within(outer))
+        return outer.intersection(shard.box).within(outer)
 
-    def pieces(self, matrix: int) -> list[Piece]:
-        """The pieces of all ranks that hold something of it, replicas included, by rank."""
-        found = (self.piece(matrix, rank) for rank in self.holders[matrix])
-        return [piece for piece in found if piece.numel]
+    def pieces(self, matrix: int) -> dict[int, Box]:
+        """By rank the pieces of all that hold something of a matrix, replicas included."""
+        found = {rank: self.piece(matrix, rank) for rank in self.holders[matrix]}
+        return {rank: box for rank, box in found.items() if box.numel}
 
     def replica_of(self, matrix: int, rank: int) -> tuple[int, ...]:
         """The coordinates of ``rank`` along the axes that replicate a matrix."""
@@ -126,10 +113,6 @@ class ShardMap:
     def is_replicated(self, matrix: int) -> bool:
         """True if several ranks hold the same part of a matrix."""
         return self._replicas[matrix] > 1
-
-    def is_everywhere(self, matrix: int) -> bool:
-        """True if there are several ranks, and each of them holds the whole matrix."""
-        return self._replicas[matrix] == self.world > 1
 
     @cached_property
     def _replicas(self) -> list[int]:
@@ -161,15 +144,17 @@ class ShardMap:
         self, matrix: int, copies: tuple[int, ...], topology: Topology
     ) -> tuple[tuple[int, ...], ...]:
         """All `partners` of a matrix, if several, in each of the `audiences` of ``copies``."""
-        key = self.kind(matrix), self.holders[matrix], copies if len(copies) > 1 else ()
-        if key not in self._shared:
+        copies = copies if len(copies) > 1 else ()
+
+        def make() -> tuple[tuple[int, ...], ...]:
             parts = self._by_box(self.specs.matrices[matrix].parameter, self.holders[matrix])
             sets = {ranks for box, ranks in parts.items() if box.numel}
-            if len(copies) > 1:
+            if copies:
                 among = map(frozenset, self.audiences(matrix, copies, topology))
                 sets = {tuple(r for r in s if r in of) for of in among for s in sets}
-            self._shared[key] = tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
-        return self._shared[key]
+            return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
+
+        return self._once(("sharing", self.kind(matrix), self.holders[matrix], copies), make)
 
     def partner_sets(
         self, copies: Sequence[tuple[int, ...]], topology: Topology
@@ -191,13 +176,15 @@ class ShardMap:
     def replica_numbers(self, matrix: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[world]: the number of the replica that each rank holds a part of, -1 for none."""
         parameter, ranks = self.specs.matrices[matrix].parameter, self.domains[matrix]
-        key = self.kind(matrix), ranks
-        if key not in self._numbers:
+
+        def make() -> np.ndarray[Any, np.dtype[np.int64]]:
             known: dict[tuple[int, ...], int] = {}
-            found = self._numbers[key] = np.full(self.world, -1)
+            found = np.full(self.world, -1)
             for r in ranks:
                 found[r] = known.setdefault(self.shard(r, parameter).replica, len(known))
-        return self._numbers[key]
+            return found
+
+        return self._once(("replicas", self.kind(matrix), ranks), make)
 
     def audiences(
         self, matrix: int, copies: tuple[int, ...], topology: Topology
@@ -205,8 +192,8 @@ class ShardMap:
         """The ranks that take the result of each of ``copies``, which compute a matrix: those of
         its replica; of replicas without one those on its node; all others that of the first."""
         parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
-        key = parameter, holders, copies
-        if key not in self._served:
+
+        def make() -> tuple[tuple[int, ...], ...]:
             at, near = (
                 {of(rank): n for n, rank in reversed([*enumerate(copies)])}
                 for of in (lambda r: self.shard(r, parameter).replica, topology.node)
@@ -215,16 +202,18 @@ class ShardMap:
             replicas = grouped((self.shard(r, parameter).replica, r) for r in holders)
             for replica, ranks in replicas.items():
                 found[at.get(replica, near.get(topology.node(ranks[0]), 0))] += ranks
-            self._served[key] = tuple(tuple(sorted(ranks)) for ranks in found)
-        return self._served[key]
+            return tuple(tuple(sorted(ranks)) for ranks in found)
+
+        return self._once(("audiences", parameter, holders, copies), make)
 
     def _by_box(self, parameter: int, holders: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
         """Which of the ``holders`` have which box of a parameter."""
-        key = parameter, holders
-        if key not in self._alike:
+
+        def make() -> dict[Box, tuple[int, ...]]:
             found = grouped((self.shard(rank, parameter).box, rank) for rank in holders)
-            self._alike[key] = {box: tuple(ranks) for box, ranks in found.items()}
-        return self._alike[key]
+            return {box: tuple(ranks) for box, ranks in found.items()}
+
+        return self._once(("boxes", parameter, holders), make)
 
     @cached_property
     def _holder_sets(self) -> tuple[frozenset[int], ...]:
@@ -240,21 +229,14 @@ class ShardMap:
     def domains(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that may own each matrix: all that hold the parameter, or this item of it."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
-        numbers: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         found = []
-        for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
+        for i, (holders, outer) in enumerate(zip(self.holders, self.boxes)):
+            matrix = self.specs.matrices[i]
             lead = outer.offset[:-2] if matrix.form.is_stack else ()
-            if not lead:
-                found.append(holders)
-                continue
-            # Layers are alike: those whose shards are the same objects are looked at once.
-            p = matrix.parameter
-            if (p, holders) not in numbers:
-                numbers[p, holders] = tuple(id(self.shard(r, p)) for r in holders)
-            key = (holders, numbers[p, holders], lead)
+            key = holders, lead and self.kind(i), lead
             if key not in known:
-                boxes = ((r, self.shard(r, p).box) for r in holders)
-                known[key] = tuple(r for r, box in boxes if box.reaches(lead))
+                boxes = ((r, self.shard(r, matrix.parameter).box) for r in holders if lead)
+                known[key] = tuple(r for r, box in boxes if box.reaches(lead)) if lead else holders
             found.append(known[key])
         return tuple(found)
 

@@ -199,7 +199,7 @@ class ParamsEngine(Engine):
             self._arrivals.append(self._arrivals_of(bucket.updates))
         self._local = []
         for unit in local:
-            boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
+            boxes = [runtime.shards.piece(i, self._rank) for i in unit.matrices]
             shapes = [runtime.shards.boxes[i].shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
             held = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)

@@ -62,7 +62,7 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
         if not piece.numel:
             continue
         whole, local = shards.boxes[i], shards.shard(rank, matrix.parameter).box
-        rows, cols = matrix.form.matrix_shape(piece.box.shape)
+        rows, cols = matrix.form.matrix_shape(piece.shape)
         here = whole.intersection(local).within(local)
         yield Block(
             matrix=i,
@@ -72,7 +72,7 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
             rows=rows,
             cols=cols,
             is_whole=(rows, cols) == matrix.shape,
-            counts=piece.replica == shards.replica_of(i, plan.owners[i]),
+            counts=shards.replica_of(i, rank) == shards.replica_of(i, plan.owners[i]),
         )
 
 

@@ -96,10 +96,10 @@ def test_bytes_follow_the_routes_on_every_mesh(rank, world, case):
         for i in range(len(owners)):
             if shards.is_local(i):
                 continue
-            for piece in shards.pieces(i):
+            for rank, piece in shards.pieces(i).items():
                 expected["replicate"] += 2 * piece.numel * shards.is_replicated(i)
-                is_near = piece.replica == shards.replica_of(i, owners[i])
-                if is_near and piece.rank != owners[i]:
+                is_near = shards.replica_of(i, rank) == shards.replica_of(i, owners[i])
+                if is_near and rank != owners[i]:
                     expected["gather"] += 2 * piece.numel
                     expected["scatter"] += 2 * piece.numel
         assert {tag: sum(c[tag] for c in everyone) for tag in counted} == expected

@@ -190,9 +190,9 @@ def travelling(shards: ShardMap, units: tuple[Unit, ...]) -> list[int]:
 def test_every_replica_tiles_each_matrix_exactly(shards):
     for i in range(len(shards.specs.matrices)):
         replicas: dict[tuple[int, ...], torch.Tensor] = {}
-        for piece in shards.pieces(i):
+        for rank, box in shards.pieces(i).items():
             empty = torch.zeros(shards.boxes[i].shape, dtype=torch.int64)
-            replicas.setdefault(piece.replica, empty)[piece.box.slices()] += 1
+            replicas.setdefault(shards.replica_of(i, rank), empty)[box.slices()] += 1
         assert replicas and all((seen == 1).all() for seen in replicas.values())
 
 
