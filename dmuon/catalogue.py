@@ -238,7 +238,7 @@ def _load(text: str, dtype: str | None) -> nn.Module:
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
         try:
-            config = decode(dict[str, Any], parse(read_text(path), number=float))
+            config = decode(dict[str, Any], parse(read_text(path)))
         except OSError as error:
             raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
         except ValueError as error:

@@ -26,7 +26,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.json_files import MOST_MS
 from dmuon.scheduler.specs import MatrixSpec, OwnerLimits, ShapeKey
 from dmuon.types import Layout, SizeError, grouped
 
@@ -36,6 +35,7 @@ Counts = Ints  # [ranks, shapes]
 _FINEST = 10**9  # ticks per millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
+_MOST_MS = 1e15  # 30,000 years
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
 
@@ -210,7 +210,7 @@ def build_problem(
     splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
     domains = [domain for _, domain, _ in groups if domain < 0 or len(limits.domains[domain]) > 1]
     for what, found, at_most in (
-        ("milliseconds of all matrices", most, MOST_MS),
+        ("milliseconds of all matrices", most, _MOST_MS),
         ("matrices x batch sizes", splits, _MOST_SPLITS),
         ("shapes in domains x ranks",
          len(domains) * (world if len(set(domains)) > 1 else 1), _MOST_TABLE),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add, floordiv, sub
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from dmuon.types import Algorithm, Layout, PlanError
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
-_Step = Annotated[int, (1, _MOST_ELEMENTS)]
 _COPY = re.compile(r" \(copy \d+ of \d+\)$")
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
@@ -193,7 +191,7 @@ class MatrixSpec:
     dtype: str
     start: int = 0
     form: Form = Form.FLAT
-    steps: tuple[_Step, _Step] = (1, 1)
+    steps: tuple[int, int] = (1, 1)
 
     @property
     def numel(self) -> int:
@@ -263,7 +261,8 @@ class ModelSpecs:
                 raise PlanError(f"matrix {matrix.name!r} has no parameter #{matrix.parameter}")
             parameter = self.parameters[matrix.parameter]
             inside = 0 <= matrix.start <= parameter.numel - matrix.numel
-            if parameter.algorithm is not Algorithm.MUON or not inside or min(matrix.shape) < 1:
+            inside &= min(*matrix.shape, *matrix.steps) >= 1
+            if parameter.algorithm is not Algorithm.MUON or not inside:
                 raise PlanError(f"matrix {matrix.name!r} is no part of parameter {parameter}")
             if matrix.dtype != parameter.dtype or matrix.dtype not in ITEM_SIZE:
                 expected = f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}"
@@ -298,22 +297,20 @@ class OwnerLimits:
 
     fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
-    memory_bytes: Annotated[int, (1, 10**39)] | None = None
+    memory_bytes: int | None = None
     domains: tuple[tuple[int, ...], ...] = ()
     domain_of: tuple[int, ...] = ()
     matrix_bytes: tuple[int, ...] = ()
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
-        lengths = dict.fromkeys(("fixed_ms", "fixed_bytes"), (world, "ranks"))
-        lengths |= dict.fromkeys(("domain_of", "matrix_bytes"), (matrices, "matrices"))
-        for name, (count, what) in lengths.items():
-            if (values := getattr(self, name)) and len(values) != count:
+        for name in ("fixed_ms", "fixed_bytes", "domain_of", "matrix_bytes"):
+            values, is_of_ranks = getattr(self, name), name.startswith("fixed")
+            count, what = (world, "ranks") if is_of_ranks else (matrices, "matrices")
+            if values and len(values) != count:
                 raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {count} {what}")
-            if wrong := [v for v in values if what == "ranks" and not 0 <= v <= _MOST_FIXED]:
-                raise PlanError(
-                    f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
-                )
+            if is_of_ranks and not all(0 <= v <= _MOST_FIXED for v in values):
+                raise PlanError(f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
         ranks = frozenset(range(world))
@@ -323,10 +320,9 @@ class OwnerLimits:
                     f"a domain of OwnerLimits must name ranks of 0..{world - 1}, each once, "
                     f"found {domain[:8]}"
                 )
-        if bool(self.domains) != bool(self.domain_of):
-            raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
-        if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
-            raise PlanError("OwnerLimits.domain_of names a domain that OwnerLimits.domains has not")
+        known = range(len(self.domains))
+        if bool(known) != bool(self.domain_of) or not {*known}.issuperset(self.domain_of):
+            raise PlanError("OwnerLimits.domain_of must number its domains: give both or none")
 
     def fixed_ms_of(self, rank: int) -> float:
         return self.fixed_ms[rank] if self.fixed_ms else 0.0

@@ -59,24 +59,19 @@ class Topology:
     def __post_init__(self) -> None:
         if not 1 <= len(self.shape) <= 64 or min(self.shape) < 1:
             raise ValueError(f"a mesh has 1 to 64 sizes >= 1, found {self.shape[:8]}")
-        if self.world > MAX_RANKS:
-            raise ValueError(f"a mesh has at most {MAX_RANKS:,} ranks, found sizes {self.shape}")
-        if len(set(self.axes)) != len(self.axes):
-            raise ValueError(f"mesh axes must have different names, found {self.axes}")
-        if len(self.shape) != len(self.axes):
-            raise ValueError(f"mesh {self.shape} needs {len(self.shape)} axis names: {self.axes}")
-        if self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be at least 1, found {self.ranks_per_node}")
-        if not self.node_of:
-            return
-        if len(self.node_of) != self.world:
-            raise ValueError(f"node_of has {len(self.node_of)} entries for {self.world} ranks")
-        sizes = Counter(self.node_of)
-        if sizes.keys() != set(range(len(sizes))):
-            raise ValueError(f"node_of must number the nodes from 0 on, found {sorted(sizes)[:8]}")
-        if (largest := max(sizes.values())) != self.ranks_per_node:
-            found = f"ranks_per_node is {self.ranks_per_node}"
-            raise ValueError(f"{found} but the largest node of node_of has {largest} ranks")
+        sizes = Counter(self.node_of) or {0: self.ranks_per_node}
+        largest, given = max(sizes.values()), self.ranks_per_node
+        for is_right, wrong in (
+            (self.world <= MAX_RANKS, f"a mesh has at most {MAX_RANKS:,} ranks: {self.shape}"),
+            (len(set(self.axes)) == len(self.axes), f"axes need different names: {self.axes}"),
+            (len(self.shape) == len(self.axes), f"mesh {self.shape} needs as many axis names"),
+            (given >= 1, f"ranks_per_node must be at least 1, found {given}"),
+            (len(self.node_of) in (0, self.world), f"node_of needs {self.world} entries"),
+            (sizes.keys() == {*range(len(sizes))}, "node_of must number the nodes from 0 on"),
+            (largest == given, f"ranks_per_node is {given}, the largest node has {largest} ranks"),
+        ):
+            if not is_right:
+                raise ValueError(wrong)
 
     @classmethod
     def flat(

@@ -158,8 +158,9 @@ def test_a_change_of_what_runs_where_is_found_and_told():
 @pytest.mark.parametrize(("path", "value", "message"), [
     ("topology.shape", [10**9], "at most 100,000 ranks"),
     ("topology.shape", "x", r"topology.shape: expected a list, found 'x'"),
-    ("search.seconds", 10**30, "search.seconds: expected a number"),
-    ("search.seconds", math.nan, "NaN"),
+    ("search.seconds", 10**31, "search.seconds: expected a number"),
+    ("search.seconds", math.nan, "found nan"),
+    ("search.seconds", math.inf, "found inf"),
     ("search.note", ["x"], r"note: expected a text.*found a list"),
     ("specs.parameters", 7, "specs.parameters: expected a list, found 7"),
     ("specs.matrices", [["m"]], r"specs.matrices\[0\]: expected a list of 8 entries"),
@@ -178,9 +179,7 @@ def test_an_error_names_the_field_what_was_found_and_what_was_expected(path, val
 
 @pytest.mark.parametrize(("text", "message"), [
     ("[" * 100_000 + "]" * 100_000, "expected JSON, found"),
-    (PLAN.replace('"seconds": 0.25', '"seconds": 1e999'), r"infinite.*1e999"),
     (PLAN.replace('"seconds": 0.25', f'"seconds": {"9" * 5_000}'), "digits|expected a number"),
-    (PLAN.replace('"seconds": 0.25', '"seconds": 0, "seconds": 1'), "'seconds' twice"),
 ])  # fmt: skip
 def test_what_is_no_json_of_a_plan_is_refused(text, message):
     with pytest.raises(PlanError, match=message):
@@ -211,17 +210,6 @@ def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(PlanError, match="it is not a regular file"):
         CostTable.load(path)
-
-
-def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
-    path = Path(tmp_path, KEY.file_name())
-    names = [f".{path.name}.{i}.tmp" for i in range(2)] + [".other.json.0.tmp", "kept.tmp"]
-    for name in names:
-        (tmp_path / name).write_text("half")
-    for name in (names[0], *names[2:]):
-        os.utime(tmp_path / name, (0, 0))
-    assert add_to_cache(tmp_path, KEY, TINY) is None
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([path.name, *names[1:]])
 
 
 @pytest.mark.parametrize("flag", ["--save", "--json", "--html"])

@@ -174,7 +174,7 @@ def broken(**changes: object) -> str:
 def test_a_step_of_zero_in_a_saved_plan_is_refused():
     data = json.loads(broken())
     data["specs"]["matrices"][0][-1] = [1, 0]
-    with pytest.raises(PlanError, match=r"matrices\[0\]\[7\]\[1\]: expected a whole number from 1"):
+    with pytest.raises(PlanError, match="is no part of parameter"):
         OwnershipPlan.from_json(sealed(data))
 
 
