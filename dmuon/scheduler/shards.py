@@ -114,6 +114,10 @@ class ShardMap:
         """True if several ranks hold the same part of a matrix."""
         return self._replicas[matrix] > 1
 
+    def is_everywhere(self, matrix: int) -> bool:
+        """True if there are several ranks, and each of them holds the whole matrix."""
+        return self._replicas[matrix] == self.world > 1
+
     @cached_property
     def _replicas(self) -> list[int]:
         """In how many replicas the holders of each matrix have it."""
