@@ -1,19 +1,19 @@
-"""The `dedicated` layout: a matrix and its momentum lie with its owner, and nowhere else.
+"""The `dedicated` layout: only the owner of a matrix stores it and its momentum.
 
 ::
 
     forward    before a layer runs: its weights <---all-gather--- owners; freed afterwards
-    backward   weights again; gradients ---reduce-scatter---> owners as soon as a layer has them all
-    step       owner: momentum, Newton-Schulz, its own weights. One small all-reduce
+    backward   weights again; a layer's gradients ---reduce-scatter---> owners once all have arrived
+    step       owner: momentum, Newton-Schulz, its own weights; one small all-reduce
     next       the first layers' weights leave as soon as their owners are done
 
-With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
+With replicas (HSDP) weights travel inside a replica, from the owner or, in other replicas, from its
 holder; gradients go to the holders first and from there to the owner; the step ends with one
-broadcast of each weight from the owner to the holders, awaited by the next forward pass.
+broadcast of each weight from the owner to the holders, and the next forward pass waits for it.
 
-Under tensor parallelism a weight, and what is reduced of its gradient, lies in slices on the ranks
-with the owner's data coordinates. In the step these travel as boxes, in a `Pipeline` over those
-ranks: gradients to the owner, updates back.
+Under tensor parallelism a weight and its reduced gradient lie in slices on the ranks with the
+owner's data coordinates. In the step slices travel as boxes, in a `Pipeline` over these ranks:
+gradients to the owner, updates back.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def _assembly(
     reduced: torch.dtype,
     like: Tensor,
 ) -> Exchange:
-    """The step under tensor parallelism of units with one dtype of gradients and one (``like``'s)
-    of results."""
+    """Make the exchange under tensor parallelism, for units with one dtype of gradients and one of
+    results (``like``'s)."""
     near = [replace(u, owner=slices.place_of[u.matrices[0]][2]) for u in units]
     how = groups.tensors, groups.meter, Sizes(), like, reduced
-    topology = Topology.flat(slices.shards.world)  # they are on one node
+    topology = Topology.flat(slices.shards.world)  # these ranks are on one node
     pipeline = Pipeline(slices.shards, topology, near, range(len(near)), *how)
     sources = [
         Copies(
@@ -89,11 +89,11 @@ class DedicatedRuntime(OwnersRuntime):
         self._tensor_axes = tensor_axes
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
-        # By a unit's first matrix: its weights here, and its `unstacker`.
+        # Weights here, and `unstacker`, by a unit's first matrix.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
         index = {id(p): i for i, p in enumerate(parameters) if i in self._muon}
-        # Modules are not kept: an ownership refers to none, because the model refers to it.
+        # No module is stored, because the model refers to its ownership.
         modules = layers_of(model, options.groups, index)
         layers, others = list(modules.values()), set(modules) - {model}
         self.storage = Storage(
@@ -112,7 +112,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     @property
     def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
-        """The parameters that are kept by their owners only."""
+        """The parameters that only their owners keep."""
         return [self.parameters[p] for p in sorted(self._muon)]
 
     def find_parameters(self) -> None:
@@ -120,19 +120,19 @@ class DedicatedRuntime(OwnersRuntime):
 
     @contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the parameters of ``module`` are whole; a collective call."""
+        """Keep the parameters of ``module`` whole inside the context; a collective call."""
         if self._closed:
             raise self._not_bound()
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
-        in_forward = prefetcher.state is prefetch.PassState.FORWARD  # which goes on afterwards
+        in_forward = prefetcher.state is prefetch.PassState.FORWARD  # it goes on afterwards
         prefetcher.begin_access()
         try:
             with storage.whole(module):
                 yield
         finally:
             if not in_forward:
-                prefetcher.drop()  # what was launched ahead may have been written to
+                prefetcher.drop()  # weights launched ahead may have been written to
 
     def weights(self, unit: Unit) -> list[Tensor]:
         matrices, storage = self.plan.specs.matrices, self.storage
@@ -147,14 +147,14 @@ class DedicatedRuntime(OwnersRuntime):
         ]
 
     def synchronize(self) -> None:
-        """Wait for the weights that are being published to the holders."""
+        """Wait for weights on their way to the holders."""
         self.storage.wait_published()
 
     def close(self) -> None:
-        """Give every rank the whole weights again and remove every hook; a collective call."""
-        # Where torch.distributed was shut down first, nothing can travel any more.
+        """Give every rank whole weights again and remove every hook; a collective call."""
+        # If torch.distributed was shut down first, nothing can travel any more.
         with suppress(OwnershipError):
-            if not self.process_groups.failed:  # else the others may never come
+            if not self.process_groups.failed:  # else other ranks may never take part
                 self.prefetcher.drop()
                 self.storage.restore()
         self._remove_hooks()
@@ -186,7 +186,7 @@ class DedicatedRuntime(OwnersRuntime):
         distributed = [(i, p) for i, p in others if is_distributed(p)]
         self._counted = frozenset(i for i, p in distributed if self._counts(p))
         if (model := self._model()) is not None:
-            # FSDP2 puts others into the place of its own parameters while a unit is gathered.
+            # FSDP2 replaces its own parameters while a unit is gathered.
             exempt = [p for _, p in distributed] if fsdp_roots(model) else []
             self._watch = ParameterWatch(model, self.parameters, exempt)
         self.prefetcher.reducer = self.reducer
@@ -194,9 +194,9 @@ class DedicatedRuntime(OwnersRuntime):
         self._removers += hook_gradients(tracked, self.prefetcher.accumulated)
 
     def _buckets(self) -> list[GradientBucket]:
-        """One per layer in the order of backward; last the root's, with all adamw parameters that
-        the framework has not distributed. Nothing tells that a gain or bias will get no gradient,
-        so in a layer's bucket it would hold that one up."""
+        """Make one bucket per layer in the order of backward, then the root's, with all adamw
+        parameters that the framework has not distributed. No hook tells that a gain or bias will
+        get no gradient, so in a layer's bucket it would delay that bucket."""
         adamw = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)
@@ -221,7 +221,7 @@ class DedicatedRuntime(OwnersRuntime):
         reducer.ensure(check)
 
     def _counts(self, p: Tensor) -> bool:
-        """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
+        """Whether this rank has the first replica of its shard of ``p`` in the mesh."""
         if any(local_shard("", p, dist.get_rank() if is_initialized() else 0).replica):
             return False
         axes = set(mesh_axes(p))

@@ -1,10 +1,10 @@
-"""Momentum at owners: the base of both such layouts, and `replicated` with ``reduce_to_owner``,
-where every rank has whole weights (ZeRO-1).
+"""Momentum at owners: the base of both layouts that keep it there, and `replicated` with
+``reduce_to_owner``, where every rank has whole weights (ZeRO-1).
 
 ::
 
-    backward   gradients ---reduce---> owners     those of adamw ---all-reduce---> p.grad everywhere
-    step       owner: momentum, Newton-Schulz, then    its updates ---all-gather---> every rank
+    backward   matrices' gradients ---reduce---> owners    adamw's ---all-reduce---> p.grad
+    step       owner: momentum, Newton-Schulz; its updates ---all-gather---> every rank
                the RMS of each update ---all-reduce---> every rank
 """
 
@@ -35,17 +35,17 @@ from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError, grouped, runs_of
 
-# (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
-# (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
+# (unit, gradients [b, rows, cols] of some of its matrices, the positions of these in it) to
+# (results to publish [b, rows, cols], RMS of the updates [b]), both valid until the next call.
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
-# (unit, positions in it, views of the parameters, views of what was published)
+# (unit, positions in it, views of the parameters, views of the published results)
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
 
 
 class Exchange:
-    """Units on their way in a `Pipeline`. ``sources`` copy gradients into each bucket, where they
-    do not lie with the owner already."""
+    """Units that travel in a `Pipeline`. ``sources`` copy gradients into each bucket, if they do
+    not lie with the owner already."""
 
     def __init__(
         self, pipeline: Pipeline, units: Sequence[Unit], sources: Sequence[Copies] = ()
@@ -66,8 +66,8 @@ class Exchange:
         compute: Callable[[Unit, Tensor], Tensor | None],
         update: Callable[[Unit, Parts], None],
     ) -> None:
-        """Call ``compute(unit, gradients)`` at owners, ``update`` with parts of results on all
-        ranks; with those of the last buckets when the pipeline applies what is pending."""
+        """Call ``compute(unit, gradients)`` at owners, and ``update`` with parts of results on all
+        ranks; for the last buckets `Pipeline.apply_pending` calls it."""
 
         def fill(b: int) -> None:
             if self._sources:
@@ -83,8 +83,8 @@ class Exchange:
 class OwnersRuntime(LayoutRuntime):
     """Momentum and gradients lie with the owners. An owner calls `Compute` for its units; every
     rank that stores a part of a matrix calls `Apply` for it, in any order, before the parameters
-    are read again. ``keeps_whole``: an owner stores its matrices whole. ``reducer`` is there once
-    an optimizer has bound itself."""
+    are read again. ``keeps_whole``: an owner stores its matrices whole. ``reducer`` is set once an
+    optimizer has bound itself."""
 
     keeps_whole = True
 
@@ -104,12 +104,12 @@ class OwnersRuntime(LayoutRuntime):
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
-        """Prepare for an optimizer: the param group of each matrix, and the dtype of what is
-        published of a parameter by its dtype. OwnershipError if there is one already."""
+        """Prepare for an optimizer, given the param group of each matrix and the dtype of results
+        by a parameter's dtype. OwnershipError if there is an optimizer already."""
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        """(matrix, its box, view) of what this rank stores of this box of a parameter."""
+        """Return (matrix, box, view) of the parts of a parameter's box that this rank stores."""
 
     @property
     def _bound(self) -> reduction.GradientReducer:
@@ -118,11 +118,11 @@ class OwnersRuntime(LayoutRuntime):
         return self.reducer
 
     def raise_noted(self) -> None:
-        """Raise what no host could read in earlier rounds, on every rank, before any sending."""
+        """Raise, on every rank and before sending, errors that no host could read before."""
         self._bound.flags.raise_noted()
 
     def gradients(self) -> Gradients:
-        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
+        """Return matrices' gradients at their owners, FSDP2's as shards, others on every rank."""
         reducer, common = self._bound, []
         counted = [*reducer.owned.collected(reducer.present).values()]
         stored = list(counted)
@@ -149,15 +149,15 @@ class OwnersRuntime(LayoutRuntime):
         self._bound.note_averaged()
 
     def _with_gradients(self, unit: Unit) -> list[int]:
-        """Positions of the matrices of a unit that have a gradient on any rank: the same on all."""
+        """Return positions of a unit's matrices with a gradient on any rank; equal on all ranks."""
         present, matrices = self._bound.present, self.plan.specs.matrices
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
     def _computed(
         self, compute: Compute, unit: Unit, gradients: Tensor, rms: Tensor
     ) -> Tensor | None:
-        """The results of a unit, ``[b, rows, cols]``, undefined for matrices without a gradient,
-        and the RMS of its updates; None where none has one."""
+        """Return the results of a unit, ``[b, rows, cols]``, undefined for matrices without a
+        gradient; None if none has a gradient. The RMS of its updates are written to ``rms``."""
         where = self._with_gradients(unit)
         if len(where) < len(unit.matrices):
             rms.zero_()
@@ -172,7 +172,7 @@ class OwnersRuntime(LayoutRuntime):
         return whole
 
     def _update(self, apply: Apply, present: Sequence[bool], unit: Unit, parts: Parts) -> None:
-        """Apply parts of results, of parameters ``present``, to what this rank stores."""
+        """Apply parts of results, for parameters that are ``present``, to the parameters here."""
         matrices = self.plan.specs.matrices
         if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
             targets, where = self._targets(unit), [k for k, _ in came]
@@ -180,19 +180,19 @@ class OwnersRuntime(LayoutRuntime):
 
     @abstractmethod
     def _targets(self, unit: Unit) -> Sequence[Tensor]:
-        """What this rank stores of the matrices of a unit, in the dims of their parameters."""
+        """Return the parts of a unit's matrices that this rank stores, in the parameters' dims."""
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
-        """Compute what is owned here and launch all publishing."""
+        """Compute the updates of matrices owned here and launch all publishing."""
 
     @abstractmethod
     def weights(self, unit: Unit) -> list[Tensor]:
-        """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
+        """Return the weights of a unit that lies whole on this rank, ``[m, ...]`` each."""
 
     @abstractmethod
     def update_rms(self) -> tuple[list[int], Tensor]:
-        """The matrices whose updates are known here, and the RMS of each update."""
+        """Return the matrices whose updates are known here, and the RMS of each update."""
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -227,7 +227,7 @@ class ReducedRuntime(OwnersRuntime):
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._peers = peers
         self._views: dict[int, tuple[list[int], list[Tensor]]] = {}  # see `_targets`
-        # The RMS of every update: those of this rank, and of all once the work is done.
+        # The RMS of every update: this rank's, and all ranks' once the work is done.
         self._own_rms = self._all_rms = torch.zeros(0, device=device)
         self._work = Work()
 
@@ -277,18 +277,18 @@ class ReducedRuntime(OwnersRuntime):
         self._watch = ParameterWatch(model, self.parameters)
 
         if ddp is None:
-            # A backward that raised left its round open; the others count on its end.
+            # A backward that raised left its round open, and the other ranks wait for its end.
             finish = Hook(torch.compiler.disable(lambda *_: reducer.finish()))
             handle = model.register_forward_pre_hook(finish, prepend=True)
             self._removers.append(handle.remove)
 
     def _begin_round(self, reducer: reduction.GradientReducer) -> None:
-        """Apply the updates first, because they are those of the gradients before."""
+        """Begin a round. Pending updates are applied first; they belong to earlier gradients."""
         self.synchronize()
         reducer.begin()
 
     def _accumulated(self, parameter: int) -> None:
-        """Without DDP a gradient is taken as soon as it has been accumulated."""
+        """Take a gradient as soon as it has been accumulated, without DDP."""
         reducer = self._bound
         if not reducer.sync:
             return
@@ -298,7 +298,7 @@ class ReducedRuntime(OwnersRuntime):
         reducer.accumulated(parameter)
 
     def _handed_over(self, bucket: Any) -> None:
-        """With DDP gradients are taken from its buckets."""
+        """Take gradients from a bucket of DDP."""
         reducer = self._bound
         if bucket.index() == 0:
             self._begin_round(reducer)
@@ -334,7 +334,7 @@ class ReducedRuntime(OwnersRuntime):
 
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, rms = self._bound, self._rms_of(self._own_rms)
-        # A copy, because the last updates are applied when gradients have been cleared.
+        # A copy, because the last updates are applied after gradients have been cleared.
         update = partial(self._update, apply, [*reducer.present])
 
         def computed(unit: Unit, _: Tensor) -> Tensor | None:
@@ -350,7 +350,7 @@ class ReducedRuntime(OwnersRuntime):
         reducer.clear()
 
     def _rms_of(self, every: Tensor) -> dict[int, Tensor]:
-        """By a unit's first matrix, the views of its matrices."""
+        """Split values of all matrices into views per unit, by its first matrix."""
         parts = every.split([len(unit.matrices) for unit in self.units])
         return {unit.matrices[0]: part for unit, part in zip(self.units, parts, strict=True)}
 
@@ -364,7 +364,7 @@ class ReducedRuntime(OwnersRuntime):
         wholes = [self.parameters[m.parameter] for m in specs]
         pointers = [p.data_ptr() for p in wholes]
         known = self._views.get(unit.matrices[0])
-        if known is None or known[0] != pointers:  # the first time, or someone assigned to p.data
+        if known is None or known[0] != pointers:  # at first, and after an assignment to p.data
             views = [p.detach()[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
             known = self._views[unit.matrices[0]] = pointers, views
         return known[1]

@@ -1,14 +1,14 @@
-"""Buckets on their way to the owners and back, several at once.
+"""Pipeline of buckets to the owners and back, several at once.
 
-Two sets of buffers, *inbound* and *outbound*, each with a few slots that buckets take in turn.
+There are two sets of buffers, *inbound* and *outbound*, with a few slots that buckets use in turn.
 Timeline of a step with two slots each (G gather, S scatter, NS the owner's work)::
 
     link   G0  G1       G2   S0      G3   S1           S2       S3
     rank           NS0            NS1           NS2         NS3
-                                  ^ applies what S brought two buckets ago, as slots are reused;
-                                    the last ones are applied before the next forward needs them
+                                  ^ applies the updates of two buckets ago, whose slot is reused;
+                                    the last updates are applied before the next forward
 
-An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
+An inbound slot is free again once its matrices are assembled, before their Newton-Schulz begins.
 A bucket that every rank holds whole has no G; its S is an all-gather of its owners' updates.
 """
 
@@ -39,17 +39,17 @@ from dmuon.scheduler.plan import Sizes, buckets_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.topology import Topology
 
-_INBOUND = 2  # of the buffers of a bucket
+_INBOUND = 2  # the first buffers of a bucket are inbound
 Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
-Gathers = Mapping[Ranks, Callable[..., Work]]  # `Transport.all_gather` of sets of ranks
+Gathers = Mapping[Ranks, Callable[..., Work]]  # `Transport.all_gather` by set of ranks
 _listed: Copier = partial(partial, torch._foreach_copy_)
 
 
 def _room(route: BucketRoute, gathers: bool) -> tuple[int, ...]:
-    """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
-    here; what comes to this owner, and its updates; updates of what is held here; what replicas
-    have of these, which has room for the updates where all are replicated alike. Nobody sends what
-    all hold whole; without ``gathers`` operands lie elsewhere.
+    """Return the elements of a bucket's buffers, in the order in which `Bucket` takes them:
+    operands held here (none without ``gathers``); operands arriving at this owner, and its updates;
+    updates of matrices held here; replicas' shares of the updates, which hold these too if all are
+    replicated alike. The owner of a bucket that all ranks hold whole needs no extra buffers.
     """
     owned = 0 if route.columns else route.owned.numel
     is_within = any(one.is_all for one in route.replications)
@@ -59,7 +59,7 @@ def _room(route: BucketRoute, gathers: bool) -> tuple[int, ...]:
 
 
 def layers_in(names: Sequence[str]) -> str:
-    """Which layers matrices of these names are of.
+    """Name the layers of matrices with these names.
 
     >>> layers_in(["layers.3.up.weight", "layers.3.down.weight"]), layers_in(["a.weight", "b.0.w"])
     ('layers.3', 'a to b.0')
@@ -71,22 +71,22 @@ def layers_in(names: Sequence[str]) -> str:
 
 
 def _aligned(numel: int) -> int:
-    """So many elements that the next begin at a cache line: some libraries round by the address."""
+    """Round up to whole cache lines, because some libraries round depending on the address."""
     return -(-numel // 32) * 32
 
 
 def all_gathers(peers: Mapping[Ranks, Transport], topology: Topology, rings: bool) -> Gathers:
-    """How each set of ranks gathers: by broadcasts on one node, where messages need an extra copy;
-    by direct messages between two; between more by a ring, if ``rings``."""
+    """Return the all-gather for each set of ranks: by broadcasts on one node, where messages need
+    an extra copy; by direct messages between two nodes; among more by a ring, if ``rings``."""
     ways: list[Gathering] = ["broadcasts", "messages", "ring" if rings else "messages"]
     nodes = {ranks: len({*map(topology.node, ranks)}) for ranks in peers}
     return {r: partial(one.all_gather, by=ways[min(nodes[r], 3) - 1]) for r, one in peers.items()}
 
 
 class Turns:
-    """All-gathers by which shares of flat buffers come to all ranks that need them, one after the
-    other (`turns_of`): ``found`` are (buffer, its turns). ``is_published``: all ranks get it, else
-    only those with equal shards."""
+    """Consecutive all-gathers that bring shares of flat buffers to all ranks that need them
+    (`turns_of`): ``found`` has (buffer, its turns). ``is_published``: all ranks need them, else
+    only ranks with equal shards."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Turns:
         self._turns: list[list[tuple[Ranks, list[Tensor]]]] = [[], []]
         for buffer, turns in found:
             for into, (ranks, parts) in zip(self._turns, turns, strict=True):
-                if len(ranks) > 1 and any(size for _, size in parts):  # as all of them know
+                if len(ranks) > 1 and any(size for _, size in parts):  # all of these ranks know
                     into.append((ranks, [buffer.narrow(0, *part) for part in parts]))
         while self._turns and not self._turns[-1]:
             self._turns.pop()
@@ -106,7 +106,7 @@ class Turns:
         return len(self._turns)
 
     def send(self, rank: int, gathers: Gathers, meter: Meter) -> list[Work]:
-        """Launch the next turn. What it passes on must have arrived."""
+        """Launch the next turn. The data that it passes on must have arrived."""
         tag, works = "updates" if self._is_published else "replicate", []
         for ranks, parts in self._turns[self.sent]:
             own = parts[ranks.index(rank)].nbytes * (len(ranks) - 1)
@@ -117,10 +117,10 @@ class Turns:
 
 
 class Bucket:
-    """A bucket's buffers, and views of them made once. ``send`` has the operands of what this rank
-    holds, in the order of ``route.held``; ``updates`` are where updates arrive, (flat buffer, its
-    layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that it owns are assembled at
-    every step; without an ``assembly`` these have no memory."""
+    """A bucket's buffers, and views of them made once. ``send`` has the operands that this rank
+    holds, in the order of ``route.held``; ``updates`` has the buffers for arriving updates, (flat
+    buffer, its layout). In ``stacks``, (unit, ``[b, rows, cols]``), the matrices that this rank
+    owns are assembled at every step; without an ``assembly`` these have no memory."""
 
     def __init__(
         self, route: BucketRoute, units: Units, buffers: list[Tensor], rank: int,
@@ -151,7 +151,7 @@ class Bucket:
             arrived = self.send
             found.append((updates, turns_of(route.columns, route.updates.splits, rank)))
         self.turns = Turns(found, self.is_published)
-        # Of each exchange: its tag, what comes, and what is sent.
+        # Each exchange: its tag, the received buffer and message, and the sent ones.
         self.gather = "gather", (arrived, route.owned), (self.send, route.held)
         self.scatter = "scatter", (updates, route.updates), (leaving, route.owned)
         stacks, start = [], 0
@@ -161,20 +161,20 @@ class Bucket:
             start += _aligned(units[u].numel)
         self.stacks = stacks
         owned, stack_of = route.owned.parts, dict(self.stacks)
-        # Places in the stacks, and the parts that arrive for them.
+        # Views of the stacks, and the parts that arrive for them.
         self.assembly = Copies(
             (places(stack_of[part.unit], part), part.within(arrived))
             for part in (() if assembly is None else owned)
         )
-        # Of each stack: parts, and their places in what leaves.
+        # For each stack its parts, and views of them in the leaving buffer.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
         self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
         self._made: dict[int, tuple[Tensor, Copies]] = {}
 
     def leaving(self, n: int, update: Tensor) -> Copies:
-        """Of the n-th stack's update, to where its parts leave from."""
+        """Return the copies of the n-th stack's update to the buffer that leaves."""
         known = self._made.get(n)
-        if known is None or known[0] is not update:  # it is the same tensor in every step
+        if known is None or known[0] is not update:  # usually the same tensor in every step
             parts, leaving = self.results[n]
             pairs = zip(leaving, [places(update, part) for part in parts], strict=True)
             known = self._made[n] = update, Copies(pairs)
@@ -182,7 +182,7 @@ class Bucket:
 
 
 class Copies:
-    """Pairs (target, source), copied in every step by what ``prepare`` makes of the two lists."""
+    """Pairs (target, source) to copy in every step; `run` prepares the two lists once."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         found = list(pairs)
@@ -197,16 +197,16 @@ class Copies:
 
 
 class Pipeline:
-    """Cuts ``units``, of which those at ``travelling`` travel at all, into buckets, and moves the
-    buckets of one rank; ``like`` gives the dtype and device of what travels.
+    """Cuts the units at ``travelling`` into buckets, and moves the buckets of one rank; messages
+    have the dtype and device of ``like``.
 
-    ``inbound`` is the dtype on the way to the owners, where it is another. ``memory`` gives memory
-    for so many elements, in which the operands of all buckets lie one behind the other, to be sent
-    from there; without it they have slots as well, and without ``gathers``, where every rank holds
-    all whole, owners have them elsewhere. ``replicas`` has a transport over each set of
-    ranks that this one shares updates with; ``transport`` is that of all ranks. ``nbytes`` are
-    those of its own buffers: "inbound" and "outbound" have room, slot by slot, for what the rank
-    and its replicas hold, and what it owns, of a bucket; "assembly" is the largest owned bucket.
+    ``inbound`` is the dtype on the way to the owners, if it differs. ``memory(numel)`` returns
+    memory in which the operands of all buckets lie consecutively, and from which they are sent;
+    without it they use slots as well. Without ``gathers``, for ranks that hold all matrices whole,
+    owners have the operands elsewhere. ``replicas`` has a transport over each set of ranks that
+    this rank shares updates with; ``transport`` is over all ranks. ``nbytes`` are of its own
+    buffers: "inbound" and "outbound" have room, slot by slot, for a bucket's matrices that the rank
+    and its replicas hold, and that it owns; "assembly" has room for the largest owned bucket.
     """
 
     def __init__(
@@ -224,13 +224,13 @@ class Pipeline:
         self._meter = meter
         self._ahead = sizes.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
-        self.copier = _listed  # an engine may know a better way
+        self.copier = _listed  # an engine may set a faster one
         inbound = inbound or like.dtype
         largest = max((sum(_aligned(units[u].numel) for u in r.units) for r in routes), default=0)
         assembly = like.new_empty(largest, dtype=inbound) if gathers else None
         assembled = 0 if assembly is None else assembly.nbytes
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembled}
-        rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
+        rings = []  # for each kind of buffer its part of a slot, bucket by bucket
         for number, numels in enumerate(zip(*(_room(r, gathers) for r in routes), strict=True)):
             if memory is not None and not number:
                 rings.append(list(memory(sum(numels)).split(numels)))
@@ -249,7 +249,7 @@ class Pipeline:
             for b, route in enumerate(routes)
         ]
         self.only_publishes = bool(routes) and all(bucket.is_published for bucket in self.buckets)
-        # What a profiler sees of each bucket.
+        # The range of each bucket in a profile.
         within = [sorted(chain(*(units[u].matrices for u in members))) for members in cuts]
         names = [[shards.specs.matrices[i].name for i in some] for some in within]
         self._gathering: list[AbstractContextManager[object]] = [
@@ -268,18 +268,18 @@ class Pipeline:
         meanwhile: Callable[[float], None],
         may_send: Callable[[], bool] | None = None,
     ) -> bool:
-        """Send every bucket to its owners and the updates back; called alike on every rank. False
-        if ``may_send`` is, else True.
+        """Send every bucket to its owners and the updates back, on every rank alike. Return False
+        if ``may_send`` does, else True.
 
         Args:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
-            compute: the owner's update of a unit from its stack, which may be overwritten; valid
-                until the next call. None if nobody will apply the update.
-            apply: update the parameters by what came to a bucket's ``updates``; of the last ones
-                `apply_pending` calls it, later.
-            meanwhile: do such a part of what is left of other work while buckets travel: all of it
-                while the first do, or, of updates alone, before waiting for any, the rest last.
-            may_send: if only updates travel, asked once before the first of them does.
+            compute: return the owner's update of a unit from its stack, which may be overwritten;
+                valid until the next call. None if nobody will apply the update.
+            apply: update the parameters from a bucket's ``updates``; for the last buckets
+                `apply_pending` calls it later.
+            meanwhile: do a given fraction of the remaining other work while buckets travel: all of
+                it with the first buckets; if only updates travel, before each wait and at the end.
+            may_send: called once before the first updates are sent, if only updates travel.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count, slots = len(self.buckets), self._slots
@@ -288,7 +288,7 @@ class Pipeline:
             bucket.turns.sent = 0
         for b in range(min(self._ahead, count)):
             self._gather(b, fill)
-        # Where nothing is gathered the updates are what there is to wait for.
+        # If nothing is gathered, there are only updates to wait for.
         if not self.only_publishes:
             meanwhile(1.0)
         for b, bucket in enumerate(self.buckets):
@@ -338,7 +338,7 @@ class Pipeline:
                 self._exchange(bucket, *bucket.gather)
 
     def _send_on(self, b: int, *, to_the_end: bool = False) -> None:
-        """The next all-gather of a bucket's updates, if there is one, or all that are left."""
+        """Launch the next all-gather of a bucket's updates, if there is one, or all remaining."""
         if not 0 <= b < len(self.buckets):
             return
         bucket = self.buckets[b]
@@ -353,13 +353,13 @@ class Pipeline:
                 return
 
     def apply_pending(self, buckets: Sequence[int]) -> None:
-        """Wait for the updates of these buckets, where they are pending, and apply them."""
+        """Wait for the pending updates of these buckets, and apply them."""
         for b in buckets:
             if (apply := self._pending.pop(b, None)) is None:
                 continue
             bucket = self.buckets[b]
             if bucket.turns.sent < len(bucket.turns):
-                continue  # its step failed, and not all has come
+                continue  # its step failed before all of it was sent
             with self._publishing:
                 self._meter.wait("scatter", bucket.works)
             apply(b)

@@ -1,20 +1,20 @@
-"""Gradients to their owners, in backward.
+"""Reduction of gradients to their owners, in backward.
 
 One *round* reduces every parameter once; `RoundState` lists its states. Its buckets are launched in
-a fixed order, each as soon as all of its gradients are there; one that is missing at the end of
-backward counts as zero. So the collectives never depend on which gradients a rank has::
+a fixed order, each as soon as all of its gradients have arrived; a gradient that is missing at the
+end of backward counts as zero. So the collectives never depend on which gradients a rank has::
 
     backward   grad ... grad -> bucket 0 leaves    grad ... grad -> bucket 1 leaves   ...
-    end        buckets that wait for missing gradients leave, then, with replicas, what their
-               results take along the replicas, then the participation flags;
+    end        buckets that wait for missing gradients leave, then, with replicas, the second level
+               of all buckets, then the participation flags;
                averaged gradients of adamw parameters are written to p.grad
-    step       owners add up what arrived (`collect`)
+    step       owners add up the gradients that arrived (`collect`)
 
 Owners stack the gradients of a unit as ``[batch, rows, cols]``. Under tensor parallelism a matrix
 arrives in slices, one at each rank with the owner's data coordinates, and the step assembles them.
 
-For a gradient that is not dense, which cannot be reduced, every rank raises at the end of that
-backward, or, where the host would have to wait for the device, at the next step.
+A gradient that is not dense cannot be reduced: every rank raises at the end of that backward, or,
+if the host would have to wait for the device, at the next step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from dmuon.types import DmuonError, OwnershipError, State, grouped
 
 
 def rows_of(stack: Tensor, where: list[int]) -> Tensor:
-    """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
-    # No index: copying it to an accelerator would wait for the device.
+    """Return the matrices of ``[b, m, n]`` at increasing positions; the stack itself if all."""
+    # No index tensor: copying it to an accelerator would wait for the device.
     return stack if len(where) == len(stack) else torch.stack([stack[k] for k in where])
 
 
 def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
-    """Write ``rows`` to these increasing positions of ``stack``, in its dtype."""
+    """Write ``rows`` to increasing positions of ``stack``, in its dtype."""
     if len(where) == len(stack):
         stack.copy_(rows)
     else:
@@ -59,12 +59,12 @@ def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
 
 
 def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
-    """Views of a unit's matrices, each of its own rows and columns."""
+    """Return views of a unit's matrices, each with its own rows and columns."""
     return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(stack.unbind())]
 
 
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
-    """Cuts a unit's stack into views of its matrices, in the dims of their parameters."""
+    """Return a function from a unit's stack to views of its matrices in their parameters' dims."""
     parts = []
     for k, i in enumerate(unit.matrices):
         spec = specs.matrices[i]
@@ -76,10 +76,10 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
 
 
 class OwnedGradients:
-    """The gradients of what is owned at this rank's data coordinates: it computes the units
-    ``mine``, a rank with its data coordinates those ``near``. ``here`` are the gradients by matrix,
-    in the parameter's dims: views of the owner's stacks, or this rank's slices of matrices that
-    tensor parallelism cuts."""
+    """The gradients of matrices owned at this rank's data coordinates. This rank computes the units
+    ``mine``, the ranks with its data coordinates together the units ``near``. ``here`` has the
+    gradients by matrix, in the parameter's dims: views of the owner's stacks, or this rank's slices
+    of matrices that tensor parallelism cuts."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class OwnedGradients:
                 self.here[i] = torch.zeros(box.shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
-        """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
+        """Return the gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
         return self._stacks[unit.matrices[0]]
 
     def collected(self, present: Sequence[bool]) -> dict[int, Tensor]:
-        """Every gradient kept here of the parameters that have one, by matrix."""
+        """Return the gradients kept here, by matrix, of parameters with a gradient."""
         matrices = self.slices.plan.specs.matrices
         return {i: g for i, g in self.here.items() if present[matrices[i].parameter]}
 
@@ -121,7 +121,7 @@ class OwnedGradients:
 
 
 class RoundState(State):
-    """Where the reduction of gradients is, since they were last cleared.
+    """The progress of reducing gradients, since they were last cleared.
 
     ::
 
@@ -129,8 +129,8 @@ class RoundState(State):
         NONE       no round has been made                                       OPEN
         OPEN       a backward pass runs, or has raised                          DONE, OPEN_OWED
         OPEN_OWED  the same, and another round must follow                      OWED
-        DONE       a round has ended; ``p.grad`` holds nothing it has not seen  OPEN, OWED, NONE
-        OWED       ``p.grad`` may hold gradients that no round has seen         OPEN, NONE
+        DONE       a round has ended and has reduced all of ``p.grad``          OPEN, OWED, NONE
+        OWED       ``p.grad`` may hold gradients that no round has reduced      OPEN, NONE
     """
 
     NONE = "none", "OPEN"
@@ -146,8 +146,8 @@ UNDER_WAY = 4
 
 class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
-    ``deliveries``: where what is owned here is collected, and views of it. ``to_relay``: to be
-    reduced along replicas, too."""
+    ``deliveries``: tensors that collect the gradients owned here, and views to add to them.
+    ``to_relay``: whether a reduction along replicas must follow."""
 
     def __init__(self, segment: Segment, owned: OwnedGradients, device: torch.device) -> None:
         is_here = segment.shard == owned.place[1]
@@ -168,7 +168,7 @@ class _LiveSegment:
         self.buffer.release()
 
     def relay(self, groups: ProcessGroups) -> None:
-        """Reduce along the replicas what was reduced along the shards."""
+        """Reduce along the replicas the result of the reduction along the shards."""
         wait_all(self.works)
         self.to_relay, tag = False, "gradients across replicas"
         numels = [0] * groups.replicas.world
@@ -180,8 +180,8 @@ class _LiveSegment:
 
 
 class _LiveBucket:
-    """A bucket with its segments, and where in them gradients travel: ``targets``, (first element
-    of the gradient, view). Segments of one dtype travel to their owners in one collective."""
+    """A bucket with its segments, and the views of them that gradients are written to: ``targets``,
+    (first element of the gradient, view). Segments of one dtype go to owners in one collective."""
 
     def __init__(self, bucket: GradientBucket, owned: OwnedGradients, device: torch.device) -> None:
         self.segments = [_LiveSegment(segment, owned, device) for segment in bucket.segments]
@@ -192,7 +192,7 @@ class _LiveBucket:
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
         self._averaged = [live for live in self.segments if live.segment.shard == EVERYONE]
-        # By dtype: the segments that go to owners, and for each shard coordinate what it gets.
+        # By dtype: the segments for owners, and the buffer for each shard coordinate.
         self._reduced: list[tuple[list[_LiveSegment], list[Tensor]]] = []
         owned_ones = [live for live in self.segments if live.segment.shard != EVERYONE]
         for mine in grouped((live.segment.dtype, live) for live in owned_ones).values():
@@ -211,7 +211,7 @@ class _LiveBucket:
         groups.meter["gradients"] += sum(live.buffer.flat.nbytes for live in self.segments)
 
     def fill(self, parameter: int, grad: Tensor | None, *, add: bool) -> None:
-        """Write, or add, a share of the mean gradient (zeros for None) where it travels."""
+        """Write, or add, a share of the mean gradient (zeros for None) to its buffers."""
         for live in self.segments:
             live.buffer.hold()
         flat = None if grad is None else self._slices.flat_of(parameter, grad.detach())
@@ -229,21 +229,21 @@ class _LiveBucket:
 
 
 class _Flags:
-    """Which parameters have a gradient on any rank, and which have one that cannot be reduced. By
-    the maximum, because a sum over enough ranks would overflow."""
+    """Flags of parameters with a gradient on any rank, and of those whose gradient cannot be
+    reduced. They are combined by maximum, because a sum over enough ranks would overflow."""
 
     def __init__(self, names: Sequence[str], groups: ProcessGroups, device: torch.device) -> None:
         self._names = names
         self._groups = groups
         self._flags = torch.zeros(2 * len(names), dtype=torch.uint8, device=device)
-        # On their way to a host that does not wait: of rounds since `clear`, and before.
+        # Copies under way to a host that does not wait: from rounds since `clear`, and before.
         self._recent: list[HostCopy] = []
         self._earlier: list[HostCopy] = []
 
     def agree(self, local: list[bool], unusable: list[bool], *, complete: bool) -> list[bool]:
-        """Which parameters have a gradient on any rank; ``complete``: all have a dense one here.
-        DmuonError if any got one that cannot be reduced; where the host cannot read, `raise_noted`
-        raises it."""
+        """Return whether each parameter has a gradient on any rank. ``complete``: all have a dense
+        gradient here. DmuonError if any gradient cannot be reduced; if the host cannot read that,
+        `raise_noted` raises it."""
         number, flags = len(self._names), self._flags
         flags.zero_()
         if complete:
@@ -253,9 +253,9 @@ class _Flags:
         self._groups.meter["flags"] += flags.nbytes
         self._groups.world.all_reduce(flags, tag="flags", maximum=True).wait()
         if not host_can_read(flags.device):
-            # Whether this rank reads them depends on its gradients, so nobody raises by that.
+            # Whether a rank reads them depends on its own gradients, so no rank raises here.
             self._recent.append(HostCopy(flags))
-            # Where all are present here, they are anywhere.
+            # If all are present here, each is present on some rank.
             return [True] * number if complete else [*map(bool, flags[:number].tolist())]
         found = flags.tolist()
         self._check(found)
@@ -275,7 +275,7 @@ class _Flags:
         self._recent = []
 
     def raise_noted(self) -> None:
-        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
+        """Raise DmuonError if a round before the last `clear` got an irreducible gradient."""
         earlier, self._earlier = self._earlier, []
         when = " in the backward before the last step, which counted it as missing"
         for copy in earlier:
@@ -283,22 +283,22 @@ class _Flags:
 
 
 class _Round:
-    """This rank's part in the round that is open."""
+    """This rank's part in the open round."""
 
     def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
-        self.local = [False] * parameters  # there is a gradient
-        self.unusable = [False] * parameters  # there is one that cannot be reduced
-        self.arrived = [0] * parameters  # how many were accumulated
-        self.waiting = [set(bucket.targets) for bucket in buckets]  # for these parameters
-        self.launched = 0  # buckets
+        self.local = [False] * parameters  # whether there is a gradient
+        self.unusable = [False] * parameters  # whether it cannot be reduced
+        self.arrived = [0] * parameters  # gradients accumulated
+        self.waiting = [set(bucket.targets) for bucket in buckets]  # parameters, by bucket
+        self.launched = 0  # buckets launched
 
 
 @dataclass(eq=False, repr=False)
 class GradientReducer:
-    """Carries out rounds: matrices' gradients go to ``owned``, averaged ones of adamw parameters to
-    ``p.grad``; parameters in no bucket take no part. ``expected`` is how many gradients one
-    backward accumulates into each parameter: more than one where its storage changed its dtype
-    between uses."""
+    """Carries out rounds: matrices' gradients go to ``owned``, averaged gradients of adamw
+    parameters to ``p.grad``; parameters in no bucket take no part. ``expected`` is how many
+    gradients one backward accumulates into each parameter: more than one if its storage changed its
+    dtype between uses."""
 
     parameters: Sequence[nn.Parameter]
     _groups: ProcessGroups
@@ -309,17 +309,17 @@ class GradientReducer:
         parameters, owned = self.parameters, self.owned
         self.sync = True
         self.state = RoundState.NONE
-        self.rounds = 0  # that have ended since `clear`
-        self.present = [False] * len(parameters)  # a gradient in one of them, on any rank
+        self.rounds = 0  # ended since `clear`
+        self.present = [False] * len(parameters)  # whether any rank had a gradient in any of them
         self.expected = dict.fromkeys(range(len(parameters)), 1)
-        # The averaged gradients of adamw parameters: by parameter, where and how often written.
+        # Averaged gradients of adamw parameters: the address and version of each.
         self._noted: dict[int, tuple[int, int]] = {}
         device = parameters[0].device
         names = [spec.name for spec in owned.slices.plan.specs.parameters]
         self.flags = _Flags(names, self._groups, device)
         self._side = side_stream(device)
         if self._side is not None:
-            for grad in owned.here.values():  # whose memory may go before that stream is done
+            for grad in owned.here.values():  # their memory may be freed before that stream is done
                 grad.record_stream(self._side.stream)
         self._under_way: list[_LiveSegment] = []
         self._buckets = [_LiveBucket(bucket, owned, device) for bucket in buckets]
@@ -341,20 +341,20 @@ class GradientReducer:
     # ---- a round -----------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Names of the parameters without a gradient, taken or not, in this round."""
+        """Return names of the parameters without a gradient, taken or not, in this round."""
         not_taken = [p for p in self._bucket_of if not self._round.arrived[p]]
         return [self._name(p) for p in not_taken if self.parameters[p].grad is None]
 
     def begin(self) -> None:
-        """Start a round. One left open by a failed backward has been finished; DDP refuses then."""
+        """Start a round. The round of a failed backward was finished before; DDP raises then."""
         if self._noted and not any(map(self._is_as_noted, self._noted)):
-            self.clear()  # model.zero_grad() emptied the others, and these belong to them
+            self.clear()  # model.zero_grad() cleared the others, so owners' go too
         self.collect()
         self.state = self.state.to(RoundState.OPEN)
         self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
-        """Copy one local gradient (None: zero) into its bucket; DmuonError if that has left."""
+        """Copy a local gradient (None: zero) into its bucket; DmuonError if the bucket has left."""
         found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
             found.unusable[parameter] = True
@@ -363,28 +363,28 @@ class GradientReducer:
         if grad is not None:
             found.local[parameter] = True
             if again and b < found.launched:
-                # Nested backward calls, of a module that runs several times.
+                # Nested backward calls of a module that runs several times.
                 raise DmuonError(
                     f"parameter {self._name(parameter)!r} got a second gradient in one backward, "
                     "after its first had been sent: a module that runs several times under "
                     "re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
                 )
         if grad is not None or not again:
-            # A matrix's p.grad was emptied after the first; that of others holds both.
+            # A matrix's p.grad was emptied after the first gradient; others hold the sum of both.
             self._buckets[b].fill(parameter, grad, add=again and self._is_matrix(parameter))
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
             found.waiting[b].discard(parameter)
 
     def gradient_of(self, parameter: int) -> Tensor | None:
-        """The local part of what lies in the parameter's ``grad``."""
+        """Return the local part of the parameter's ``grad``."""
         p = self.parameters[parameter]
         if p.grad is None or type(p.grad) is Tensor:
             return p.grad
         return local_tensor(gradient_like(p.grad, p))
 
     def accumulated(self, parameter: int) -> None:
-        """Autograd has accumulated into the parameter's ``grad``: take it, send what is full."""
+        """Take a parameter's ``grad`` that autograd has accumulated into; send full buckets."""
         self.take(parameter, self.gradient_of(parameter))
         if self._is_matrix(parameter):
             self.parameters[parameter].grad = None  # its memory is free until backward ends
@@ -398,8 +398,8 @@ class GradientReducer:
             bucket.send(self._groups)
             self._under_way += bucket.segments
             found.launched += 1
-            # What has arrived is a matter of time: nothing is issued, and nothing waited for,
-            # because another rank may launch its part at the end of its backward only.
+            # Arrival depends on timing, so this issues nothing and waits for nothing: another rank
+            # may launch its part only at the end of its backward.
             here = [live for live in self._to_owners() if not live.to_relay]
             self.collect([s for s in here if all(work.is_completed() for work in s.works)])
             self._collect_on_side_stream()
@@ -408,9 +408,9 @@ class GradientReducer:
         return [live for live in self._under_way if live.segment.shard != EVERYONE]
 
     def _collect_on_side_stream(self) -> None:
-        """On an accelerator, whose host runs ahead and finds little that has arrived, collect all
-        but the last buckets on a side stream. The current one must not wait: a rank that skipped a
-        block sends its part at the end of its backward only, and may first need collectives that
+        """Collect all but the last buckets on a side stream, on an accelerator, whose host runs
+        ahead and finds few that have arrived. The current stream must not wait: a rank that skipped
+        a block sends its part only at the end of its backward, and may first need collectives that
         this rank has queued behind the wait."""
         if self._side is None:
             return
@@ -424,7 +424,7 @@ class GradientReducer:
             self.collect(old)
 
     def give_up(self, parameters: Iterable[int]) -> None:
-        """No gradients of these are to come in this round: send what there is."""
+        """Expect no more gradients of ``parameters`` in this round, and send their buckets."""
         for p in parameters:
             if not self._round.arrived[p]:
                 self.take(p, self.gradient_of(p))
@@ -432,14 +432,14 @@ class GradientReducer:
         self.launch_ready()
 
     def finish(self) -> None:
-        """End the round, if it is open: send what is missing as zeros, agree on who took part.
-        DmuonError, on every rank, as `_Flags.agree` raises it."""
+        """End the round, if it is open: send missing gradients as zeros, and agree on who took
+        part. DmuonError, on every rank, as in `_Flags.agree`."""
         if not self.open:
-            return  # nested backward calls (re-entrant checkpointing) each end once
+            return  # each nested backward (re-entrant checkpointing) ends once
         self.give_up([p for waiting in self._round.waiting for p in sorted(waiting)])
-        # Every rank has sent every bucket of the round by now, and this is the order of the first
-        # level: the same on all ranks of the column, whichever of them is fast. Until then an
-        # owner's column holds what it has summed, as much as it keeps of the weights.
+        # Every rank has sent every bucket of the round by now, and this keeps the order of the
+        # first level, so it is equal on all ranks of a column, even if some are fast. Until then an
+        # owner's column holds its sums, which take as much memory as its weights.
         for live in self._to_owners():
             if live.to_relay:
                 live.relay(self._groups)
@@ -453,7 +453,7 @@ class GradientReducer:
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
             if self._is_matrix(p):
-                # Left here, a second backward would add to it and reduce the sum again.
+                # Otherwise a second backward would add to it and reduce the sum again.
                 self.parameters[p].grad = None
 
     def _write_averaged(self, anywhere: list[bool]) -> None:
@@ -476,10 +476,10 @@ class GradientReducer:
             live.buffer.release()
         self.note_averaged()
 
-    # ---- who else changes gradients ----------------------------------------------------------
+    # ---- changes of gradients from outside ---------------------------------------------------
 
     def note_averaged(self) -> None:
-        """Note gradients in ``p.grad``: whoever changes them from now on forgets the owners'."""
+        """Record gradients in ``p.grad``, so that a later change of these alone is noticed."""
         self._noted = {
             p: (grad.data_ptr(), grad._version)
             for p in self._bucket_of
@@ -487,15 +487,15 @@ class GradientReducer:
         }
 
     def _is_as_noted(self, parameter: int, *, exactly: bool = False) -> bool:
-        """Whether it is the same gradient; a backward may have added to it, unless ``exactly``."""
+        """Whether a gradient is the recorded one, which backward may change unless ``exactly``."""
         grad, (pointer, version) = self.parameters[parameter].grad, self._noted[parameter]
         if grad is None or grad.data_ptr() != pointer:
             return False
         return grad._version == version if exactly else grad._version >= version
 
     def _check_changes(self, accumulated: bool) -> None:
-        """Clear after ``model.zero_grad()``; raise OwnershipError if only the gradients in
-        ``p.grad`` were changed, or a matrix's was set, after the round (see `ensure`)."""
+        """Clear after ``model.zero_grad()``; raise OwnershipError if, after the round, only the
+        gradients in ``p.grad`` were changed, or a matrix's gradient was set (see `ensure`)."""
         if self.state is not RoundState.DONE:
             return
         if self._noted and all(self.parameters[p].grad is None for p in self._noted):
@@ -523,28 +523,28 @@ class GradientReducer:
     # ---- between rounds ----------------------------------------------------------------------
 
     def set_sync(self, sync: bool) -> None:
-        """Whether backward begins rounds."""
+        """Set whether backward begins rounds."""
         if sync and not self.sync and self.state is not RoundState.NONE:
-            # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
+            # The next backward, or `step`, must reduce gradients accumulated meanwhile.
             self.state = self.state.to(RoundState.OPEN_OWED if self.open else RoundState.OWED)
         self.sync = sync
 
     def begin_owed(self) -> None:
-        """Start the round that the other ranks count on, if there was none here."""
+        """Start the round that other ranks wait for, if there was none here."""
         if self.state in (RoundState.NONE, RoundState.OWED):
             self.begin()
 
     def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
-        """Make sure that there is a round since `clear`, and none open, as `step` and clipping
-        need: a rank whose backward reached no parameter joins the others' here, and so does one
-        where ``check`` raises, or a gradient that was set after the round would be lost, before it
-        raises that. ``accumulated``: a wrapper may have left gradients for the next round."""
+        """Ensure that there was a round since `clear`, and that none is open, as `step` and
+        clipping need. A rank whose backward reached no parameter joins the other ranks' round here;
+        if ``check`` raises, or a gradient set after the round would be lost, the rank joins first
+        and raises then. ``accumulated``: a wrapper may have left gradients for the next round."""
         self.flags.raise_noted()
         flaw: DmuonError | None = None
         try:
             check()
             self._check_changes(accumulated)
-        except DmuonError as error:  # perhaps on this rank alone
+        except DmuonError as error:  # may concern this rank alone
             flaw = error
         self.begin_owed()
         self.finish()
@@ -553,10 +553,10 @@ class GradientReducer:
             raise flaw
 
     def collect(self, arrived: Sequence[_LiveSegment] | None = None) -> None:
-        """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
+        """Wait for segments (None: all) and add up the gradients that are owned here."""
         if arrived is None and self._side is not None:
             self._side.join()
-        # All of it may include averaged gradients, of a round that ended with an error.
+        # All segments may include averaged gradients, from a round that ended with an error.
         segments = self._under_way if arrived is None else arrived
         for live in segments:
             wait_all(live.works)
@@ -579,11 +579,11 @@ class GradientReducer:
         self.present[:] = [False] * len(self.parameters)
 
 
-# ---- what starts and ends a round ------------------------------------------------------------
+# ---- start and end of a round ----------------------------------------------------------------
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    # The engine's own queue, as in FSDP2: "when this backward is done" has no public name.
+    # The engine's own queue, as in FSDP2: there is no public callback for the end of backward.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -591,7 +591,7 @@ def hook_gradients(
     parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
 ) -> list[Callable[[], None]]:
     """Call the method ``accumulated(number)`` for each parameter with a new gradient."""
-    # The engine keeps hooks where no garbage collector looks: a strong reference would last.
+    # The engine keeps hooks out of reach of the garbage collector, so a strong reference lasts.
     weak = weakref.WeakMethod(accumulated)
 
     def on_gradient(number: int, _: Tensor) -> None:
@@ -602,8 +602,8 @@ def hook_gradients(
     return [p.register_post_accumulate_grad_hook(hook).remove for p, hook in hooks]
 
 
-# To whom the one communication hook that a `DistributedDataParallel` can ever get hands its
-# buckets; if to nobody, it does what DDP does by default.
+# A `DistributedDataParallel` accepts one communication hook, once. The hook passes buckets to the
+# callback in this list; if there is none, it does what DDP does by default.
 _handed_to: weakref.WeakKeyDictionary[DistributedDataParallel, list[Callable[[Any], None]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -612,11 +612,11 @@ _handed_to: weakref.WeakKeyDictionary[DistributedDataParallel, list[Callable[[An
 def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
-    """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
+    """Let DDP pass its buckets to ``on_bucket`` instead of reducing them."""
     if (to := _handed_to.get(ddp)) is None:
         to, group = [], ddp.process_group
 
-        # No annotations: DDP compares them with types, and ours are strings.
+        # No annotations, because DDP compares them with types, and ours are strings.
         def hand_over(to, bucket):
             if not to:
                 return allreduce_hook(group, bucket)

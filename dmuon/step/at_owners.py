@@ -2,10 +2,10 @@
 
 A step, on every rank::
 
-    gradients   have come to their owners in backward
-    verdict     one all-reduce: who found an inf, who refuses
-    owners      momentum, Newton-Schulz, unit by unit; each result leaves at once
-    everyone    applies what arrived, or copies it where weights are published; AdamW
+    gradients   have reached their owners in backward
+    verdict     one all-reduce: whether a rank found an inf, or refuses
+    owners      momentum and Newton-Schulz, unit by unit; each result is sent at once
+    everyone    applies the updates, or copies weights if these are published; AdamW
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dmuon.types import OwnershipError
 
 
 class OwnerState:
-    """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly. ``with_masters``: with float32
-    masters of lower precision. Stacks are by name and first matrix."""
+    """Momentum stacked per owned unit, ``[b, m, n]``, allocated at once. ``with_masters`` adds
+    float32 masters of weights in lower precision. Stacks have the name and first matrix as keys."""
 
     def __init__(
         self, runtime: OwnersRuntime, dtypes: Sequence[torch.dtype], with_masters: bool
@@ -53,23 +53,23 @@ class OwnerState:
         self.take_weights()
 
     def of(self, unit: Unit) -> list[Tensor]:
-        """The momentum of a unit and, where they are kept, its masters."""
+        """Return the momentum of a unit and, if there are any, its masters."""
         return [s[unit.matrices[0]] for s in self._stacks.values() if unit.matrices[0] in s]
 
     def take_weights(self) -> None:
-        """Make all masters anew."""
+        """Set all masters to the weights."""
         for unit in self._units:
             for slot, weight in zip(*self._pairs(unit), strict=True):
                 slot.copy_(weight)
 
     def follow(self, unit: Unit, masters: Tensor | None = None) -> None:
-        """Let the masters of a unit, or another stack of them, follow its weights."""
+        """Let the masters of a unit, or those in another stack, follow its weights."""
         rules.follow_weights(*self._pairs(unit, masters))
 
     def _pairs(
         self, unit: Unit, masters: Tensor | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The masters of a unit, or in another stack of them, and its weights; none without."""
+        """Return a unit's masters, or those in another stack, and its weights; or empty lists."""
         if masters is None:
             masters = self._stacks[rules.MASTER].get(unit.matrices[0])
         if masters is None:
@@ -78,8 +78,8 @@ class OwnerState:
         return slots, [w.reshape(s.shape) for s, w in zip(slots, weights, strict=True)]
 
     def matrices(self, key: str, *, as_weights_are: bool = False) -> dict[int, Tensor]:
-        """Momentum or masters: a view of each owned matrix, by number, in its parameter's dims.
-        ``as_weights_are``: masters that follow weights; those that are kept stay as they are."""
+        """Return views of momentum or masters by matrix, in the parameter's dims.
+        ``as_weights_are``: copy masters whose weights were edited, and let the copy follow them."""
         found: dict[int, Tensor] = {}
         for unit in self._units:
             stack = self._stacks[key].get(unit.matrices[0])
@@ -93,8 +93,8 @@ class OwnerState:
 
 
 def _by_rate(h: rules.Hyper, unit: Unit, where: Sequence[int]) -> list[tuple[float, Sequence[int]]]:
-    """The adjusted learning rates of matrices at positions of a unit: (rate, numbers in ``where``).
-    A matrix's own rows and columns count, whichever way its slot holds it."""
+    """Return the adjusted learning rates for positions of a unit: (rate, indices into ``where``).
+    A matrix's own rows and columns count, even if its slot holds the transpose."""
     plain, turned = h.adjusted(unit.rows, unit.cols), h.adjusted(unit.cols, unit.rows)
     if plain == turned:
         return [(plain, range(len(where)))]
@@ -102,7 +102,7 @@ def _by_rate(h: rules.Hyper, unit: Unit, where: Sequence[int]) -> list[tuple[flo
 
 
 def _some(stack: Tensor, at: Sequence[int]) -> list[Tensor]:
-    """These matrices of a stack; all of them as one tensor."""
+    """Return some matrices of a stack; all of them as one tensor."""
     return [stack] if len(at) == len(stack) else [stack[n] for n in at]
 
 
@@ -118,8 +118,8 @@ class OwnersEngine(Engine):
         self._dtypes = [self._momentum_dtypes(i) for i in range(len(specs.matrices))]
         self._state = OwnerState(runtime, [kept for kept, _ in self._dtypes], masters)
         members = {i: runtime.slices.matrices_of[i] for i in specs.muon_parameters()}
-        # What is kept of matrices, the same on every rank: by key the parameters, each with its
-        # matrices. A weight in float32 is its own master.
+        # Owners' state, the same on every rank: for each key its parameters with their matrices. A
+        # weight in float32 is its own master.
         self._members = {rules.MOMENTUM: members}
         if masters:
             some = {i: m for i, m in members.items() if self._has_master(specs.parameters[i].dtype)}
@@ -133,15 +133,15 @@ class OwnersEngine(Engine):
         matrices = list(self._owned.here)
         how = self._settings.schedule, self._settings.digest, self._group_of
         self._message = VerdictMessage(runtime, None, *how, matrices, [True] * len(matrices))
-        # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
-        # where they come in slices.
+        # Whether finite gradients can be too large for the dtype of momentum; if they come in
+        # slices, momentum lies on another rank.
         kept = self._momentum() if runtime.keeps_whole else {}
         self._narrows = any(
             torch.finfo(g.dtype).max > 2 * torch.finfo(kept[i].dtype).max
             for i, g in self._owned.here.items()
             if i in kept
         )
-        # Of what Newton-Schulz got in the step before: matrices, and their norms.
+        # Matrices, and norms of their Newton-Schulz operands, in the step before.
         self._norms: list[tuple[list[int], Tensor]] = []
         self._verdict = Verdict(True)
 
@@ -158,8 +158,8 @@ class OwnersEngine(Engine):
         return weight if self._has_master(dtype) else self._settings.ns_dtype
 
     def _show(self, key: str) -> None:
-        """Let the optimizer's state refer to what is kept: a tensor, or one per matrix by name; of
-        what others keep an empty one, so that every rank has the same keys."""
+        """Let the optimizer's state refer to owners' state: a tensor, or one per matrix by name. A
+        tensor that another rank keeps is empty here, so that every rank has the same keys."""
         here, specs = self._state.matrices(key), self._runtime.plan.specs
         for i, members in self._members[key].items():
             p = self._runtime.parameters[i]
@@ -210,7 +210,7 @@ class OwnersEngine(Engine):
             self._report_skips()
 
     def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
-        """(norms of what is owned here, what the ranks sum up)."""
+        """Return (norms of the gradients owned here, the vector that the ranks sum up)."""
         norms = torch.zeros(len(self._owned.here), dtype=torch.float64, device=self._runtime.device)
         if refusal is not None:
             return norms, self._message.refuse()
@@ -224,8 +224,8 @@ class OwnersEngine(Engine):
         return norms, self._message.fill(norms, *how)[1]
 
     def _marks(self, zeros: Tensor) -> tuple[Tensor, Tensor]:
-        """(of what is owned here numbers that are finite where momentum stays so, the sum of the
-        squares of its gradients)."""
+        """Return (for each matrix here a number that is finite if its momentum stays finite, the
+        sum of squares of its gradients)."""
         runtime, here = self._runtime, self._owned.here
         found = self._owned.collected(self._present)
         if not found:
@@ -242,10 +242,10 @@ class OwnersEngine(Engine):
         return norms, square
 
     def _norms_of(self, found: Mapping[int, Tensor]) -> Tensor:
-        """The norms of gradients that are kept here."""
+        """Return the norms of the gradients kept here."""
         is_whole = self._runtime.keeps_whole and len(found) == len(self._owned.here)
         if is_whole and host_can_read(self._runtime.device):
-            # One call for each stack, and for its matrices only where something is wrong.
+            # One call for each stack; separate norms are computed only if something is wrong.
             norms = torch.empty(len(found), dtype=torch.float64)
             sizes = [len(unit.matrices) for unit in self._owned.mine]
             for unit, to in zip(self._owned.mine, norms.split(sizes), strict=True):
@@ -258,8 +258,8 @@ class OwnersEngine(Engine):
         return self._state.matrices(rules.MOMENTUM)
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-        """What this rank publishes where it refuses, and the others cannot know yet."""
-        with suppress(RuntimeError):  # a weight may have another shape, and be why it refuses
+        """Return what a refusing rank publishes, because the others cannot know yet."""
+        with suppress(RuntimeError):  # the cause may be a weight of another shape
             self._state.follow(unit)
         masters = self._state.of(unit)[1:]
         shape = (len(where), unit.rows, unit.cols)
@@ -267,7 +267,7 @@ class OwnersEngine(Engine):
         return payload, torch.zeros(len(where), device=self._runtime.device)
 
     def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-        """Momentum, Newton-Schulz, and the new masters where there are some."""
+        """Compute momentum and Newton-Schulz, and update masters if there are any."""
         h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
         momentum, *masters = self._state.of(unit)
         if masters:
@@ -327,8 +327,8 @@ class OwnersEngine(Engine):
     # ---- reading and state -------------------------------------------------------------------
 
     def step_bytes(self) -> dict[str, int]:
-        """Beside those of `Engine.step_bytes`, without list kernels: "passes" for the operands of
-        the largest batch and what is cast for them."""
+        """Add "passes" to `Engine.step_bytes`: without list kernels, operands of the largest batch
+        and the casts for them."""
         passes, is_half = [0], self._settings.ns_dtype.itemsize < 4
         for unit in self._owned.mine if rules.list_kernels(self._runtime.device) is None else ():
             kept, working = self._dtypes[unit.matrices[0]]
@@ -340,7 +340,7 @@ class OwnersEngine(Engine):
         return self._runtime.update_rms()
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Momentum, masters and what variants keep, as rows on all ranks; a collective call."""
+        """Return momentum, masters and variants' state as rows on all ranks; a collective call."""
         runtime = self._runtime
         runtime.transport.meet("opt.state_dict()")
         others = (p for _, p in chain.from_iterable(self._adamw.values()))
@@ -349,13 +349,13 @@ class OwnersEngine(Engine):
         return self._entries_as_weights_are(others) | entries
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._state.take_weights()  # where masters were not saved
+        self._state.take_weights()  # in case masters were not saved
         self._collect(self._at_owners(), saved)
         for _, p in chain.from_iterable(self._adamw.values()):
             load_entry(p, self._optimizer.state[p], saved.get(p, {}))
 
     def _at_owners(self, *, as_weights_are: bool = False) -> Iterator[AtOwners]:
-        """All that lies with owners; ``as_weights_are``: see `OwnerState.matrices`."""
+        """Yield all state of owners; ``as_weights_are`` as in `OwnerState.matrices`."""
         specs, places = self._runtime.plan.specs.parameters, self._runtime.slices.keepers
         for key, parameters in self._members.items():
             here = self._state.matrices(key, as_weights_are=as_weights_are and key == rules.MASTER)
