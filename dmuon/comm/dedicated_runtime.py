@@ -236,7 +236,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
-        owned, update = reducer.owned, partial(self._update, apply, reducer.present)
+        owned, update = reducer.owned, partial(self.update, apply, reducer.present)
         self.prefetcher.begin_step()
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:

@@ -171,7 +171,7 @@ class OwnersRuntime(LayoutRuntime):
         reduction.set_rows(whole, where, results)
         return whole
 
-    def _update(self, apply: Apply, present: Sequence[bool], unit: Unit, parts: Parts) -> None:
+    def update(self, apply: Apply, present: Sequence[bool], unit: Unit, parts: Parts) -> None:
         """Apply parts of results, for parameters that are ``present``, to the parameters here."""
         matrices = self.plan.specs.matrices
         if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
@@ -313,8 +313,8 @@ class ReducedRuntime(OwnersRuntime):
         self.synchronize()
         self._remove_hooks()
         self.reducer, self._exchanges = None, []
-        for peers in self._peers.values():
-            peers.close()
+        for transport in (*self._peers.values(), self.transport):
+            transport.close()
 
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
@@ -334,8 +334,8 @@ class ReducedRuntime(OwnersRuntime):
 
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, rms = self._bound, self._rms_of(self._own_rms)
-        # A copy, because the last updates are applied after gradients have been cleared.
-        update = partial(self._update, apply, [*reducer.present])
+        # A copy, because the last updates are applied when gradients have been cleared.
+        update = partial(self.update, apply, [*reducer.present])
 
         def computed(unit: Unit, _: Tensor) -> Tensor | None:
             gradients = reducer.owned.stack(unit)

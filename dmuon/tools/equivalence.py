@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import Given, Request, plan_given
+from dmuon.comm.owners_runtime import OwnersRuntime, Parts
 from dmuon.comm.process_groups import attempt_in_all, check_launched
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions, ReplicatedOptions
@@ -336,7 +337,11 @@ class _Trial:
             *((m.name, number[m.parameter], m.view) for m in specs.matrices),
             *((names[number[i]], number[i], lambda t: t) for i in specs.adamw_parameters()),
         ]
+        self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
+        self._published: dict[str, Tensor] = {}  # the updates of a step that this rank got
+        if isinstance(own.runtime, OwnersRuntime) and own.plan.layout is Layout.REDUCED:
+            self._note_published(own.runtime)
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
@@ -352,10 +357,12 @@ class _Trial:
             expected = self._joint_backward(loss_fn, batches, step, generator)
             difference = abs(float(whole_tensor(loss)) - expected[self.data[0]])
             self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
+            self._updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
             self.opt.zero_grad()
             for side in (self.reference, self.moved):
                 side.step()
+            self._compare_published(step)
         self._compare_weights(steps - 1)
         for measured in self.findings.values():
             measured.where += f", rank {self.own.rank}"
@@ -394,6 +401,31 @@ class _Trial:
             key = f"{kind} {[*theirs.shape]}, {criterion}"
             new = Measured(criterion, self.roundings.least)
             self.findings.setdefault(key, new).see(found, by_moving, where)
+
+    def _note_published(self, runtime: OwnersRuntime) -> None:
+        update, matrices = runtime.update, runtime.plan.specs.matrices
+
+        def noted(apply: Any, present: Sequence[bool], unit: Any, parts: Parts) -> None:
+            for _, i, view in parts:
+                rows = matrices[i].form.rows_first(view)
+                self._published[matrices[i].name] = rows.reshape(matrices[i].shape).clone()
+            update(apply, present, unit, parts)
+
+        runtime.update = noted  # type: ignore[method-assign]
+
+    def _compare_published(self, step: int) -> None:
+        """Compare the updates that this rank received, before they are rounded into weights."""
+        published, self._published = self._published, {}
+        # The reference notes updates as Newton-Schulz gives them.
+        has_variant = any(g.get("variant") is not None for g in self.opt.param_groups)
+        if self.own.plan.layout is not Layout.REDUCED or self.reference.masters or has_variant:
+            return
+        matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
+        updates = self.reference.updates, self.moved.updates
+        for matrix, theirs, moved in zip(matrices, *updates, strict=True):
+            # A step that was skipped, because something in it was not finite, published nothing.
+            ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
+            self._see("published", f"update of {matrix.name} at step {step}", ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -478,13 +510,15 @@ class _Reference:
             p.data = p.data.float()
         self.masters = [(p, h) for p, h in zip(self.weights, self._held) if h is not p]
         self.before: list[Tensor] = []  # the weights before the step
+        self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
         self._due: Iterator[str] = iter(())  # the forms of this step's matrices
         how = {"steps": settings.get("ns_steps", 5), "eps": settings.get("eps", 1e-7)}
         how["coefficients"] = settings.get("ns_coefficients", "polar_express")
 
         def orthogonalize(x: Tensor) -> Tensor:
-            return newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how)
+            self.updates.append(newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how))
+            return self.updates[-1]
 
         self._optimizer = ReferenceMuon(held, orthogonalize=orthogonalize, **settings)
 
@@ -502,6 +536,7 @@ class _Reference:
     def step(self) -> None:
         for p, master in self.masters:
             master.grad, p.grad = None if p.grad is None else p.grad.to(master.dtype), None
+        self.updates.clear()
         self._due = iter([form for i, form in self._forms if self._held[i].grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad()
