@@ -33,7 +33,7 @@ import dmuon
 assert pathlib.Path(dmuon.__file__).is_relative_to(sys.prefix), dmuon.__file__
 assert importlib.metadata.version("dmuon") == dmuon.__version__ == "{version}"
 files = importlib.resources.files("dmuon")
-assert all(files.joinpath(n).is_file() for n in ("py.typed", "presets.json"))
+assert all(files.joinpath(n).is_file() for n in ("py.typed", "presets.json", "report/page.css"))
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))

@@ -208,12 +208,12 @@ class LoadBalanceReport:
 
     def _repr_html_(self) -> str:
         """The page of `to_html`, for notebooks."""
-        return f'<iframe srcdoc="{escape(render.page(self))}" width="100%" height="640"></iframe>'
+        return f'<iframe srcdoc="{escape(_page(self))}" width="100%" height="640"></iframe>'
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page, whole or not at all; FileNotFoundError where the directory
-        does not exist."""
-        write_text(path, render.page(self))
+        """Write one self-contained page with pictures, whole or not at all; FileNotFoundError where
+        the directory does not exist."""
+        write_text(path, _page(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""
@@ -363,7 +363,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
     clock = ", depends on the clock" if plan.search.hit_time_limit else ""
     solver, status = _named(plan.solver), _named(plan.status)
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
-    once = ", for each matrix once" if any(batch.copies for batch in plan.batches) else ""
+    once = ", for each matrix once" if _has_copies(plan) else ""
     gap = f", gap {percent(report.gap)}"
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
@@ -553,3 +553,56 @@ def _parameter_table(plan: OwnershipPlan) -> render.Table:
         rows = [*rows[:_MOST_NAMES], [more, "", "", "", ""]]
     left = ("parameter", "shape", "by", "why")
     return render.Table("Parameters", ("parameter", "number", *left[1:]), rows, left, reasons=2)
+
+
+def _has_copies(plan: OwnershipPlan) -> bool:
+    return any(batch.copies for batch in plan.batches)
+
+
+def _page(report: LoadBalanceReport) -> str:
+    text, proven = report.ms_text, "" if report.certificate.proven else ", not proven"
+    tiles = [
+        ("makespan", f"{text(report.makespan_ms)} ms"),
+        (f"lower bound{proven}", f"{text(report.lower_bound_ms)} ms"),
+        ("gap to the bound", render.percent(report.gap)),
+        ("imbalance over the mean", render.percent(report.imbalance)),
+        ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
+    ]
+    if _has_copies(report.plan):  # the bound is for each matrix once
+        del tiles[2]
+    pictures = [("Load per rank", *_loads_picture(report))]
+    if len(report.ranks) == 1:
+        tiles, pictures = tiles[:1], []
+    facts, tables = _facts(report), report._tables()
+    return render.page(report._title(), tiles, facts, pictures, tables)
+
+
+def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
+    """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
+    text, measured = report.ms_text, report.measured
+    zero = report.lower_bound_ms or report.mean_ms
+    ranks = report.ranks
+    if many := len(ranks) > render.MOST_SHOWN:
+        by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
+        last, steps = len(by_load) - 1, min(render.MOST_SHOWN // 2, len(by_load)) - 1
+        ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
+    # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
+    speed = (measured.ratio if measured else None) or 1.0
+    bars = []
+    for r in ranks:
+        told, stroke = f"rank {r.rank}: {text(r.ms)} ms", None
+        if measured:
+            found = measured.loads_ms[r.rank]
+            stroke = found / speed
+            told += f", measured {text(found)} ms"
+        is_busy = bool(r.ms or r.matrices)
+        beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if is_busy else "idle"
+        bars.append((f"rank {r.rank}", told, r.ms if is_busy else None, stroke, beside))
+    what = f"{'lower bound' if report.lower_bound_ms else 'mean'} of {text(zero)} ms"
+    caption = f"Predicted load, and by how much it differs from the {what}, the vertical line."
+    if many:
+        caption += f" {len(bars)} of {len(report.ranks):,} ranks, from the busiest to the idlest."
+        caption += " Idle ones are left out." if report.idle else ""
+    if measured:
+        caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
+    return render.loads_picture(bars, zero), caption

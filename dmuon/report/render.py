@@ -1,14 +1,20 @@
-"""Plain values as text: numbers and folded names, facts and tables in a terminal or on a page."""
+"""Plain values as text: numbers and folded names, facts and tables in a terminal or on a page.
+
+A page has no script, font or network. In its pictures, inline SVG, horizontal places are
+percentages and all else is pixels, so that text has one size on a phone and on a wide screen.
+"""
 
 from __future__ import annotations
 
-import io
+import html
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -173,16 +179,117 @@ def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> s
     return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))
 
 
-def page(shown: RenderableType) -> str:
-    """The same as a web page without scripts, fonts or network."""
-    out = Console(width=WIDTH, record=True, file=io.StringIO(), highlight=False, markup=False)
-    out.print(shown, crop=False)
-    return out.export_html(inline_styles=True)
-
-
 def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> RichTable:
     """A table without rows; ``left`` are the headings of columns that are no numbers."""
     made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="left" if heading in left else "right", **columns)
     return made
+
+
+# ---- a page for a browser ---------------------------------------------------------------------
+
+MOST_SHOWN = 64  # ranks that are drawn one by one
+_ROW = 18  # pixels from bar to bar
+_LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
+
+_DOT = re.compile(r"\.(?![^{]*\})")  # outside of braces
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+def _escape(text: str) -> str:
+    return html.escape(printable(text))
+
+
+# Of a rank: its name and title; its milliseconds, None if idle; where a stroke is drawn; a remark.
+Bar = tuple[str, str, float | None, float | None, str]
+
+
+def loads_picture(bars: Sequence[Bar], bound: float) -> str:
+    """Bars from 0 on; the bound is a vertical line, beyond which they have another colour."""
+    top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
+    height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
+    # A scale from 0 ms on, with a few round numbers.
+    step = 10.0 ** math.floor(math.log10(top))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s < 6)
+    parts = []
+    for i in range(int(top / step * (1 + 1e-9)) + 1):
+        x = _LEFT + i * step / top * (_RIGHT - _LEFT)
+        grid = f'class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"'
+        parts += [f"<line {grid}/>", _text(x, height + 14, f"{i * step:g}", "dim", "middle")]
+    parts.append(_text(100, height + 14, "ms", "dim", "end"))
+    for i, (name, title, load, measured, number) in enumerate(bars):
+        y = i * _ROW
+        parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
+        for css, start, end in (("less", 0.0, min(load or 0.0, bound)), ("more", bound, load or 0)):
+            if end > start:
+                place = _LEFT + start * per_ms, y + 3, (end - start) * per_ms, _ROW - 6
+                parts.append(_rect(*place, f'class="{css}"'))
+        if measured is not None:
+            at = _LEFT + measured * per_ms
+            parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
+        parts.append(_text(100, y + 13, number, "", "end") + "</g>")
+    at = _LEFT + bound * per_ms
+    parts.append(f'<line class="line" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{height}"/>')
+    look = f'role="img" aria-label="load of each rank in milliseconds" height="{height + 20}"'
+    return f"<svg {look}>{''.join(parts)}</svg>"
+
+
+def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
+    return f'<rect x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" {look}/>'
+
+
+def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
+    look = f'class="{css}" text-anchor="{anchor}"'
+    return f'<text x="{x:.2f}%" y="{y}" {look}>{_escape(words)}</text>'
+
+
+def page(
+    title: str,
+    tiles: Iterable[Fact],
+    facts: Iterable[Fact],
+    pictures: Iterable[tuple[str, str, str]],
+    tables: Iterable[Table],
+) -> str:
+    """The whole page; ``pictures`` are (heading, SVG, caption). All but the SVG is escaped here."""
+    head = "".join(f"<p class='dim'>{_escape(line)}</p>" for line in title.splitlines())
+    parts = [f"<h1>Load balance</h1>{head}<div class='tiles'>"]
+    for label, value in tiles:
+        cell = f"<b>{_escape(value)}</b><span>{_escape(label)}</span>"
+        parts.append(f'<div class="tile">{cell}</div>')
+    parts.append("</div>")
+    for heading, picture, caption in pictures:
+        figure = f"<figure>{picture}<figcaption>{_escape(caption)}</figcaption></figure>"
+        parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")
+    listed = "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(v)}</dd>" for k, v in facts)
+    parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
+    body = "\n".join([*parts, *map(_table, tables)])
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_escape(title.splitlines()[0])}</title><style>\n{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    """A narrow screen shows the rows of a table with words as lists: heading, value."""
+    css = ["name" if h in table.left else "n" for h in table.headings]
+
+    def line(cells: Sequence[str]) -> str:
+        if not any(cells[1:]):
+            return f'<tr><td colspan="{len(cells)}">{_escape(cells[0])}</td></tr>'
+        made = ""
+        for c, heading, cell in zip(css, table.headings, map(_escape, cells), strict=True):
+            # A long name is broken behind a dot.
+            shown = _DOT.sub(".<wbr/>", cell) if c == "name" else cell
+            made += f'<td class="{c}" data-of="{heading}">{shown}</td>'
+        return f"<tr>{made}</tr>"
+
+    head = "".join(f'<th class="{c}">{_escape(h)}</th>' for c, h in zip(css, table.headings))
+    body = "".join(map(line, table.rows))
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    css_of = "scroll lists" if table.left else "scroll"
+    return f'<section><h2>{_escape(table.title)}</h2><div class="{css_of}">{whole}</div></section>'

@@ -55,7 +55,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(made):
         for path in (REPOSITORY / "dmuon").rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    assert {"dmuon/py.typed", "dmuon/presets.json"} < sources
+    assert {"dmuon/py.typed", "dmuon/presets.json", "dmuon/report/page.css"} < sources
     assert sources == {name for name in names if name.startswith("dmuon/")}
     others = {name.split("/")[0] for name in names} - {"dmuon"}
     assert others == {f"dmuon-{dmuon.__version__}.dist-info"}
