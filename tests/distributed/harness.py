@@ -166,6 +166,13 @@ class Pool:
         return self._ask((module, name, kwargs))
 
     def _ask(self, message: object) -> list[Any]:
+        try:
+            return self._answers(message)
+        except BaseException:  # a time limit of pytest, too: later answers would be stale
+            self.kill()
+            raise
+
+    def _answers(self, message: object) -> list[Any]:
         for pipe in self._pipes:
             pipe.send(message)
         answers: dict[int, tuple[str, Any, int]] = {}
@@ -183,7 +190,6 @@ class Pool:
         failures = [f"rank {r}: {a[1]}" for r, a in sorted(answers.items()) if a[0] == "failed"]
         missing = [r for r in range(self.world) if r not in answers]
         if failures or missing:
-            self.kill()
             raise AssertionError("\n".join([*failures, f"no answer from ranks {missing}"]))
         self.threads = max(answer[2] for answer in answers.values())
         return [answers[r][1] for r in range(self.world)]

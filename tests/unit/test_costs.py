@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -348,3 +349,14 @@ def test_the_directory_follows_the_xdg_rules(tmp_path, monkeypatch):
         assert cache_directory() == tmp_path / "home" / ".cache" / "dmuon"
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_directory() is None
+
+
+def test_many_write_at_once_and_a_reader_sees_a_whole_file(tmp_path):
+    def write(number: int) -> None:
+        for i in range(10):
+            assert add(tmp_path, {(number + 1, 100 + i, "float32"): {1: 1.0}}) is None
+            assert entries_in(tmp_path)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert len(list(tmp_path.iterdir())) == 1, "nothing temporary is left"

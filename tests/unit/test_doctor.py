@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import dmuon
 from dmuon import devices
@@ -141,3 +142,14 @@ def test_it_works_without_optional_packages():
     assert done.returncode == 0, done.stderr
     assert "greedy and covering search alone; pip install 'pulp[highs]'" in done.stdout
     assert "failed" not in done.stdout
+
+
+def test_it_names_what_an_older_torch_cannot_do(capsys, monkeypatch):
+    newest = lines(capsys)["torch"]
+    assert ("cannot do" in newest) is (torch.__version__ < "2.13")
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", list)
+    assert lines(capsys)["torch"] == (
+        f"{torch.__version__}; cannot do: FSDP2 with parameters that some ranks do not use; "
+        "torch.load(weights_only=True) of FSDP2 on top of tensor parallelism"
+    )

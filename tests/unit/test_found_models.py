@@ -329,3 +329,10 @@ def test_a_stack_or_a_convolution_that_no_module_holds_is_refused():
         dmuon.Muon([{"params": [named[0]]}, {"params": [named[1][1]]}])
     roles = [{"params": [named[0][1]], "algorithm": "muon"}]
     assert len(routes(roles)["param_groups.0.0"][2]) == 7
+
+
+def test_splits_and_heads_go_by_the_names_that_are_found():
+    model = Mixed()
+    settings = {"splits": dict(model.splits), "heads": dict(model.heads)}
+    for form in FORMS.values():
+        alike(form(model), model, **settings)

@@ -684,3 +684,12 @@ def test_a_mistake_is_one_line_and_status_two(tmp_path, capsys, options, message
     assert err.startswith("python -m dmuon profile: error: ") and err.count("\n") == 1
     assert re.search(message, err)
     assert parse_shapes("4X5,4x5, 6x7") == [(4, 5), (6, 7)]
+
+
+def test_what_runs_out_of_memory_is_left_out():
+    def seconds(case, kernel):
+        if case.batch == 4:
+            raise torch.OutOfMemoryError
+        return 1e-3
+
+    assert {case.batch for case in times_of(CASES, FakeTimer(seconds))} == {1, 2}

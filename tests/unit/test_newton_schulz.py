@@ -346,3 +346,10 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     monkeypatch.setattr(devices, "_has_bf16", [native])
     assert devices.of("cpu").ns_dtype() == resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
+
+
+def test_powers_of_two_change_no_bit():
+    x = gaussian(9, 14, dtype=F32)
+    expected = newton_schulz(x, dtype=F32, eps=1e-37)
+    for power in range(-100, 101):
+        assert torch.equal(newton_schulz(x * 2.0**power, dtype=F32, eps=1e-37), expected), power

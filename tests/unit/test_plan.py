@@ -331,3 +331,10 @@ def test_a_saved_plan_for_another_layout_or_memory_is_refused():
         with pytest.raises(PlanError, match=message):
             dmuon.dedicate_params(model, plan=saved, planner=planner)
     dmuon.dedicate_params(model, plan=plan).close()
+
+
+def test_algorithms_and_layouts_have_stable_names():
+    # They are written into saved plans.
+    assert [a.value for a in Algorithm] == ["muon", "adamw", "frozen"]
+    names = ["auto", "sharded", "replicated", "reduce_to_owner", "dedicated"]
+    assert [layout.value for layout in Layout] == names

@@ -817,3 +817,20 @@ def test_adamws_step_counter_is_float32_whatever_the_default_dtype():
         torch.set_default_dtype(torch.float32)
     counters = [s["step"] for s in opt.state.values() if "step" in s]
     assert counters and all(c.dtype == torch.float32 and c.device.type == "cpu" for c in counters)
+
+
+@FORMS
+def test_master_weights_keep_updates_that_bf16_would_lose(form):
+    for master_weights in (False, True):
+        model = tree({"a.weight": (8, 8)}).bfloat16()
+        model.a.weight.data.fill_(1.0)
+        how = {"lr": 1e-4, "weight_decay": 0.0, "master_weights": master_weights, **form}
+        told = nullcontext() if master_weights else pytest.warns(RuntimeWarning, match="rounded aw")
+        with told:
+            _, opt = dedicated(model, **how)
+        for _ in range(100):
+            model.a.weight.grad = torch.eye(8, dtype=torch.bfloat16)
+            opt.step()
+        opt.synchronize()
+        moved = (model.a.weight.detach().float() - 1.0).abs().max().item()
+        assert (moved > 0.0) is master_weights

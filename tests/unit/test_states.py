@@ -8,7 +8,7 @@ from torch import nn
 
 from dmuon.comm.prefetch import PassState
 from dmuon.comm.reducer import RoundState
-from dmuon.comm.storage import WeightState
+from dmuon.comm.storage import Layer, WeightState
 from dmuon.comm.transport import Transport
 from tests.unit.models import reducer_of
 
@@ -49,3 +49,17 @@ def test_a_round_that_is_owed_is_made():
     assert (reducer.state, reducer.rounds) == (RoundState.DONE, 2)
     reducer.clear()
     assert (reducer.state, reducer.rounds) == (RoundState.NONE, 0)
+
+
+def test_what_breaks_the_rules_raises():
+    layer = Layer("layers.0", (0,), is_root=False, occurrences=1)
+    with pytest.raises(RuntimeError, match="FREED to IN_USE, only to LAUNCHED"):
+        layer.use()  # before any broadcast
+    layer.state = layer.state.to(WeightState.LAUNCHED)
+    with pytest.raises(RuntimeError, match="LAUNCHED to HELD"):
+        layer.record(hold=True)
+    layer.use()
+    assert layer.record(hold=False) and not layer.record(hold=True)
+    assert layer.state is WeightState.HELD
+    layer.free()
+    assert layer.state is WeightState.FREED
