@@ -225,25 +225,22 @@ class Pipeline:
         self._ahead = sizes.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
         self.copier = _listed  # an engine may set a faster one
-        inbound = inbound or like.dtype
+        incoming = like.to(inbound or like.dtype)
         largest = max((sum(_aligned(units[u].numel) for u in r.units) for r in routes), default=0)
-        assembly = like.new_empty(largest, dtype=inbound) if gathers else None
+        assembly = incoming.new_empty(largest) if gathers else None
         assembled = 0 if assembly is None else assembly.nbytes
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembled}
-        rings = []  # for each kind of buffer its part of a slot, bucket by bucket
-        for number, numels in enumerate(zip(*(_room(r, gathers) for r in routes), strict=True)):
-            if memory is not None and not number:
-                rings.append(list(memory(sum(numels)).split(numels)))
-                continue
-            # A slot holds the largest of its buckets.
-            is_inbound = number < _INBOUND
-            slots = self._ahead if is_inbound else self._slots
-            slot_sizes = [max(numels[slot::slots], default=0) for slot in range(slots)]
-            dtype = inbound if is_inbound else like.dtype
-            ring = [like.new_empty(size, dtype=dtype) for size in slot_sizes]
-            rings.append([ring[b % slots].narrow(0, 0, n) for b, n in enumerate(numels)])
-            purpose = "inbound" if is_inbound else "outbound"
-            self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
+        # For each kind of buffer its part of a slot, bucket by bucket.
+        held, *rooms = zip(*(_room(r, gathers) for r in routes), strict=True) if routes else ((),)
+        if routes and memory is not None:
+            rings = [list(memory(sum(held)).split(held))]
+        else:
+            rings = [self._ring("inbound", held, self._ahead, incoming)]
+        for number, numels in enumerate(rooms, 1):
+            if number < _INBOUND:
+                rings.append(self._ring("inbound", numels, self._ahead, incoming))
+            else:
+                rings.append(self._ring("outbound", numels, self._slots, like))
         self.buckets = [
             Bucket(route, units, [ring[b] for ring in rings], transport.rank, assembly)
             for b, route in enumerate(routes)
@@ -259,6 +256,14 @@ class Pipeline:
             for bucket, some in zip(self.buckets, names, strict=True)
         ]
         self._publishing = record_function("dmuon::publish")
+
+    def _ring(self, purpose: str, numels: Sequence[int], slots: int, like: Tensor) -> list[Tensor]:
+        """The buffers of all buckets, which take slots in turn."""
+        # A slot holds the largest of its buckets.
+        sizes = [max(numels[slot::slots], default=0) for slot in range(slots)]
+        ring = [like.new_empty(size) for size in sizes]
+        self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
+        return [ring[b % slots].narrow(0, 0, numel) for b, numel in enumerate(numels)]
 
     def run(
         self,

@@ -337,7 +337,6 @@ class _Trial:
             *((m.name, number[m.parameter], m.view) for m in specs.matrices),
             *((names[number[i]], number[i], lambda t: t) for i in specs.adamw_parameters()),
         ]
-        self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self._published: dict[str, Tensor] = {}  # the updates of a step that this rank got
         if isinstance(own.runtime, OwnersRuntime) and own.plan.layout is Layout.REDUCED:
@@ -357,12 +356,12 @@ class _Trial:
             expected = self._joint_backward(loss_fn, batches, step, generator)
             difference = abs(float(whole_tensor(loss)) - expected[self.data[0]])
             self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
-            self._updated = [t.grad is not None for t in self.reference.weights]
+            updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
             self.opt.zero_grad()
             for side in (self.reference, self.moved):
                 side.step()
-            self._compare_published(step)
+            self._compare_published(step, updated)
         self._compare_weights(steps - 1)
         for measured in self.findings.values():
             measured.where += f", rank {self.own.rank}"
@@ -413,14 +412,14 @@ class _Trial:
 
         runtime.update = noted  # type: ignore[method-assign]
 
-    def _compare_published(self, step: int) -> None:
+    def _compare_published(self, step: int, updated: Sequence[bool]) -> None:
         """Compare the updates that this rank received, before they are rounded into weights."""
         published, self._published = self._published, {}
         # The reference notes updates as Newton-Schulz gives them.
         has_variant = any(g.get("variant") is not None for g in self.opt.param_groups)
         if self.own.plan.layout is not Layout.REDUCED or self.reference.masters or has_variant:
             return
-        matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
+        matrices = [m for m in self.own.plan.specs.matrices if updated[m.parameter]]
         updates = self.reference.updates, self.moved.updates
         for matrix, theirs, moved in zip(matrices, *updates, strict=True):
             # A step that was skipped, because something in it was not finite, published nothing.
