@@ -1,13 +1,13 @@
-"""Models to plan for without having them: presets, Hugging Face configurations, users' functions.
+"""Models to plan for without weights: presets, Hugging Face configurations, users' functions.
 
-A configuration is built by transformers on the meta device, so that names, shapes, order and fused
-experts are those of the model that will be trained. `presets.json` holds what that gave (``python
--m tests.make_presets`` writes it), and the publication of the sizes (``source``). A row of
-``parameters`` is a name, the kind of the module that holds it, and its shape or the name of the
+transformers builds a configuration on the meta device, so that names, shapes, order and fused
+experts are those of the model that will be trained. `presets.json` holds such results (``python -m
+tests.make_presets`` writes it), and the publication of the sizes (``source``). A row of
+``parameters`` has a name, the kind of the module that holds it, and its shape or the name of the
 weight that it is tied to. ``{0..31}`` repeats a block: all rows of one block come before those of
-the next. ``head`` is what the model calls its output embeddings.
+the next. ``head`` is the model's name for its output embeddings.
 
-Importing this loads no torch, so that the command line shows the presets without it.
+Importing this module does not load torch, so the command line shows presets without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PRESETS = Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(json.loads(_PRESETS))
 OWN_FUNCTION = "--model module:function, a function that returns the model (on the meta device)"
 
-# Where a configuration does not say of what class its model is: the first that has it. Those with
+# For a configuration without its model's class: the first task that has a model for it. Tasks with
 # an encoder or a vision tower come first, because many of their decoders can be trained alone, too.
 _TASKS = (
     "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM",
@@ -50,7 +50,7 @@ _NOT_BUILT |= {"attn_implementation", "_attn_implementation"}
 
 
 def rows_of(parameters: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str, Any]]:
-    """The rows of a preset, one for each parameter: (name, kind, shape or the name of another).
+    """Yield the rows of a preset, one per parameter: (name, kind, shape or tied weight's name).
 
     >>> [name for name, *_ in rows_of([["h.{0..1}.a", "", [2]], ["h.{0..1}.b", "", [2]]])]
     ['h.0.a', 'h.0.b', 'h.1.a', 'h.1.b']
@@ -66,7 +66,7 @@ def rows_of(parameters: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str, Any
 
 
 def _skeleton(preset: Mapping[str, Any]) -> nn.Module:
-    """Modules with the parameters of a preset and no forward, which are routed as the live ones."""
+    """Make modules with a preset's parameters and no forward, which are routed as live ones."""
     import torch
     from torch import nn
 
@@ -93,7 +93,7 @@ def _skeleton(preset: Mapping[str, Any]) -> nn.Module:
         holder, tied = module(path, kind), isinstance(shape, str)
         p = root.get_parameter(shape) if tied else nn.Parameter(torch.empty(shape))
         setattr(holder, own, p)
-        if kind == "Conv1D" and own == "weight":  # transformers' own, stored (in, out)
+        if kind == "Conv1D" and own == "weight":  # transformers' own class, stored (in, out)
             holder.nf = p.shape[1]  # type: ignore[assignment]
     if head := modules.get(preset.get("head", "")):
         root.get_output_embeddings = lambda: head  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def _skeleton(preset: Mapping[str, Any]) -> nn.Module:
 
 
 def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
-    """The classes of the model and of its configuration."""
+    """Return the classes of a model and of its configuration."""
     names, kind = config.get("architectures") or [], config.get("model_type")
     here = f"transformers {transformers.__version__}"
     remote = " (its own code, auto_map, is not run)" if "auto_map" in config else ""
@@ -134,8 +134,8 @@ def _class_of(config: Mapping[str, Any], transformers: Any) -> tuple[Any, Any]:
 
 
 def _decoded(given: Any) -> Any:
-    """A configuration with the floats that transformers writes as ``{"__float__": "Infinity"}``.
-    PlanError for a part that is on the internet: a file may come from anyone."""
+    """Decode floats that transformers writes as ``{"__float__": "Infinity"}``. PlanError if a part
+    of the configuration is on the internet, because the file may come from anyone."""
     if isinstance(given, list):
         return [_decoded(each) for each in given]
     if not isinstance(given, dict):
@@ -151,11 +151,11 @@ def _decoded(given: Any) -> Any:
 
 
 def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
-    """The model that a Hugging Face configuration describes, on the meta device.
+    """Build the model that a Hugging Face configuration describes, on the meta device.
 
-    ``architectures`` names its class; without one that transformers has, ``model_type`` decides.
+    ``architectures`` names its class; if transformers does not know it, ``model_type`` decides.
     Weights are trained unquantized, and code that comes with a configuration is not run. ``dtype``
-    replaces the one that the configuration names.
+    replaces the dtype in the configuration.
 
     Raises:
         PlanError: transformers is not installed, does not know the model, or cannot build it.
@@ -183,7 +183,7 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
             return model.to(wanted)
     except PlanError:
         raise
-    except Exception as error:  # whatever transformers makes of it
+    except Exception as error:  # transformers may raise anything
         raise PlanError(
             f"transformers {transformers.__version__} cannot build the model of this "
             f"configuration: {cut(f'{type(error).__name__}: {error}')}"
@@ -193,7 +193,7 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """The dtype that a configuration, or that of its language model, names; else bfloat16."""
+    """Return the dtype in a configuration, or in that of its language model; else bfloat16."""
     from dmuon.scheduler.specs import ITEM_SIZE
 
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
@@ -206,7 +206,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def _from_function(text: str) -> nn.Module:
-    """What a function of a module makes, also of a module in the current folder."""
+    """Call ``module:function`` and return its model; the module may be in the current folder."""
     from torch import nn
 
     module_name, _, function_name = text.partition(":")
@@ -217,7 +217,7 @@ def _from_function(text: str) -> nn.Module:
             module = importlib.import_module(module_name)
             doing, function = text, getattr(module, function_name, None)
             model = function() if callable(function) else None
-    except (Exception, SystemExit) as error:  # of the user's code: an answer, not a fault of ours
+    except (Exception, SystemExit) as error:  # of the user's code, so not our defect
         raise PlanError(f"{doing} failed: {error!r}") from error
     finally:
         with contextlib.suppress(ValueError):
@@ -259,14 +259,14 @@ def _load(text: str, dtype: str | None) -> nn.Module:
 def model_specs(
     text: str, dtype: str | None = None, *, splits: Splits | None = None, heads: Heads | None = None
 ) -> ModelSpecs:
-    """The parameters and matrices of the model that ``text`` names.
+    """Return the parameters and matrices of the model that ``text`` names.
 
-    ``text`` is a name of `PRESETS`, the path of a Hugging Face ``config.json`` (or its folder), or
+    ``text`` is a name in `PRESETS`, the path of a Hugging Face ``config.json`` (or its folder), or
     ``module:function``: a function without arguments, importable from here or the current folder,
     that returns a model, best on the meta device. ``dtype`` replaces the model's own.
 
     Raises:
-        PlanError: nothing of that name, an unreadable configuration, or a function that fails.
+        PlanError: nothing has that name, a configuration is unreadable, or a function fails.
         DmuonError: the parameters cannot be routed (see `collect`).
     """
     from dmuon.scheduler.select import collect

@@ -1,9 +1,9 @@
-"""Measuring: one loop that times Newton-Schulz as owners run it chooses kernels and fills costs.
+"""Measuring: one loop times Newton-Schulz as owners run it, to choose kernels and fill costs.
 
 every rank   its device and Newton-Schulz dtype                  -> exchange
 first rank   choose kernels: cached, or measured                 -> exchange
 every rank   times of these kernels in its cache                 -> exchange
-             measure, all at once, what any rank lacks           -> exchange, the slowest counts
+             measure missing times, all ranks at once            -> exchange, the slowest counts
              write the cache
 """
 
@@ -55,22 +55,22 @@ from dmuon.types import KernelChoice, warn
 
 T = TypeVar("T")
 
-BUDGET_S = 10.0  # for choosing kernels, and for prices
-PASSES = 4  # over everything, the first of which warms up
-_CAPTURING = 2  # more where an accelerator compiles first, then captures
-_PRICES_S, _CHOICE_S = 0.25, 0.02  # of running: where it takes longer, two passes are enough
-_LONG_MS = 4.0  # a CPU runs a batch of matrices that take so long one by one
-_MARGIN = 0.97  # of the fixed choice's time: noise does not decide
-_MEMORY_SHARE = 0.25  # of what is free
+BUDGET_S = 10.0  # for choosing kernels, and again for prices
+PASSES = 4  # over all runs; the first pass warms up
+_CAPTURING = 2  # more passes on an accelerator, which compiles, then captures
+_PRICES_S, _CHOICE_S = 0.25, 0.02  # of running time, after which two passes are enough
+_LONG_MS = 4.0  # a CPU runs batches that take so long matrix by matrix
+_MARGIN = 0.97  # of the fixed choice's time, so that noise does not decide
+_MEMORY_SHARE = 0.25  # of free memory
 _SHOW_AFTER_S = 2.0
 
-# Relative Frobenius error that a kernel may have: several times that of each dtype's safe forms.
+# Allowed relative Frobenius error of a kernel: several times that of each dtype's safe forms.
 ERROR_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``."""
+    """A batch of ``batch`` matrices of a (wide) shape; the model has ``count`` matrices of it."""
 
     key: ShapeKey
     batch: int
@@ -81,12 +81,12 @@ class Case:
         return self.batch, *self.key[:2]
 
 
-Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
+Run = tuple[Case, str]  # (case, kernel; "" is the fixed rule's)
 
 
 def cases_of(keys: Iterable[ShapeKey], batch_numel: int = BATCH_NUMEL) -> tuple[Case, ...]:
-    """The cases that planning for these matrices needs, sorted: batches of powers of two, and the
-    largest one (see `largest_batch`).
+    """Return the cases that planning for these matrices needs, sorted: batches of powers of two,
+    and the largest batch (see `largest_batch`).
 
     >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")])]
     [(1, 3), (2, 3), (3, 3)]
@@ -100,15 +100,15 @@ def cases_of(keys: Iterable[ShapeKey], batch_numel: int = BATCH_NUMEL) -> tuple[
 
 
 def long_batch(case: Case, ms: Mapping[Case, float]) -> Case:
-    """The smallest batch of this shape that is known to be so long that a CPU runs larger ones,
-    such as ``case``, in the same way and in as much time per matrix; ``case`` if there is none."""
+    """Return the smallest batch of the same shape that is known to take so long that a CPU runs
+    larger ones, such as ``case``, in as much time per matrix; ``case`` if there is none."""
     smaller = (replace(case, batch=1 << i) for i in range((case.batch - 1).bit_length()))
     return next((one for one in smaller if ms.get(one, 0.0) >= _LONG_MS), case)
 
 
 def in_order(cases: Iterable[Case], model: CostTable) -> list[Case]:
-    """Single matrices before larger batches, each by the time of all matrices of its shape, longest
-    first; but the smallest before all others, because it tells how fast the device is."""
+    """Sort single matrices before larger batches, both by the time of all matrices of a shape,
+    longest first; only the smallest case precedes these, because it shows the device's speed."""
     ms = {case: model.batch_ms(case.key, 1) for case in cases}
     ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
     smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key), default=None)
@@ -128,12 +128,12 @@ def median_times(
     enough_s: float = math.inf,
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[Run, float]:
-    """The median milliseconds of each run; inf for an optional kernel that raises.
+    """Return the median milliseconds of each run; inf for an optional kernel that raises.
 
-    Everything is run once before anything is run again, so that no batch follows itself, as in
-    training, and a slow second spoils one number of each run. None begins that the ``model``,
-    scaled by the ``known`` times (which are updated), does not expect to end before the
-    ``deadline``. After ``enough_s`` two numbers do, of which the smaller one counts."""
+    The runs take turns, so that no batch follows itself, as in training, and a slow second spoils
+    one number of each run. A run begins only if the ``model``, scaled by the ``known`` times (which
+    are updated), expects it to end before the ``deadline``. After ``enough_s`` seconds two numbers
+    of each run are enough, and the smaller one counts."""
     is_cpu, begin, done = devices.of(timer.device).is_cpu, timer.clock(), 0
     skipped = 0 if is_cpu else _CAPTURING
     ran, times, medians = Counter[Run](), defaultdict[Run, list[float]](list), dict[Run, float]()
@@ -164,8 +164,8 @@ def median_times(
 
 
 def _attempted(kernel: str, work: Callable[[str], float]) -> float:
-    """What ``work`` finds of a kernel; inf for an optional one that raises, with a warning unless a
-    tile is too large for the device."""
+    """Return ``work(kernel)``; inf if an optional kernel raises, with a warning unless a tile is
+    too large for the device."""
     try:
         return work(kernel)
     except Exception as failure:
@@ -202,12 +202,12 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else None)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Allocate memory for these, one at a time; returns those that fit a quarter of it."""
+        """Allocate memory for one run at a time; return runs that fit a quarter of it."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self.sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory = {}
         self._runner.reserve([self._call(*run) for run in fitting])
-        # An own generator, explicit devices and dtypes: the user's defaults do not matter.
+        # Its own generator, explicit devices and dtypes, so that users' defaults do not matter.
         generator = devices.of(self.device).generator(0)
         for dtype in {case.key[2] for case, _ in fitting}:
             most = max(math.prod(case.shape) for case, _ in fitting if case.key[2] == dtype)
@@ -218,16 +218,16 @@ class OwnerTimer:
 
     def _bytes(self, case: Case, kernel: str) -> int:
         item = getattr(torch, case.key[2]).itemsize
-        # Gradient, momentum, operand; normalization makes two more in float32 at least.
+        # Gradient, momentum, operand; normalization makes two more stacks, at least in float32.
         stacks = math.prod(case.shape) * (3 * item + 2 * max(4, item))
         return stacks + self._runner.call_bytes(self._call(case, kernel))
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved. Raises OutOfMemoryError."""
+        """Return the milliseconds of one update of a reserved batch. Raises OutOfMemoryError."""
         call, memory = self._call(case, kernel), self._memory[case.key[2]]
         grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
-        # Events are recorded on the current device's stream, which may be another's.
+        # Events are recorded on the current device's stream, and another device may be current.
         with devices.of(self.device).current():
             operand = self._runner.operand(call)
             if not self.momentum:
@@ -251,9 +251,9 @@ def gate_errors(
     *,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[KernelChoice, float]:
-    """Relative Frobenius error of each choice on Gaussian matrices (two of a batch, which a kernel
-    may confuse), against the standard form in float32 or wider; inf for a nan, and for an optional
-    kernel that raises. Ends early when ``is_over``."""
+    """Return the relative Frobenius error of each choice on Gaussian matrices (two of a batch,
+    which a kernel may confuse), against the standard form in float32 or wider; inf for a nan, and
+    for an optional kernel that raises. Stops early when ``is_over``."""
     dtype: torch.dtype = getattr(torch, choices[0].dtype)
     wide = torch.promote_types(dtype, torch.float32)
     generator = devices.of(device).generator(0)
@@ -290,11 +290,11 @@ def choose_kernels(
     budget_s: float = BUDGET_S,
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[Case, str]:
-    """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
-    that pass `gate_errors`, as far as ``budget_s`` seconds reach. The rule for these ``speeds`` has
-    the other cases, and wins where nothing is clearly faster.
+    """Return kernels chosen by measuring: ``cached`` ones that are still offered, else the fastest
+    that pass `gate_errors`, as far as ``budget_s`` seconds reach. Other cases are left to the rule
+    for these ``speeds``, which also wins if no kernel is clearly faster.
 
-    ValueError if the options ask for what cannot run here, RuntimeError if no candidate is right.
+    ValueError if the options ask for a kernel that cannot run here, RuntimeError if none is right.
     """
     deadline = timer.clock() + budget_s
     steps = MuonDefaults().ns_steps
@@ -328,8 +328,8 @@ def _fastest(
     known: dict[Case, float],
     deadline: float,
 ) -> KernelChoice | None:
-    """The choice for a case; None where there is too little time or memory to measure it."""
-    # Checking takes a run, too; a case of which only some kernels are timed is no choice.
+    """Return the choice for a case; None if time or memory is too short to measure it."""
+    # Checks take a run, too, and a case is decided only if all of its kernels are timed.
     each_s = replace(model, entries=_by_row(known)).batch_ms(case.key, case.batch) / 1e3
     latest = deadline - 3 * len(choices) * each_s
     if timer.clock() > latest:
@@ -364,7 +364,7 @@ def compile_ahead(
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Compile the Triton kernels of all cases, a second or more each, on all processors at once.
-    What raises here raises again in `gate_errors`. Compiled code depends only on whether tiles
+    Errors here are raised again in `gate_errors`. Compiled code depends only on whether tiles
     divide a size, so small matrices are enough."""
 
     def compile_one(run: tuple[Case, KernelChoice]) -> None:
@@ -393,9 +393,9 @@ def compile_ahead(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all ranks that measure together agree on. ``sharing`` processes share this machine;
-    ``model`` has the estimates for this hardware; one rank of those that share a cache ``leads``,
-    and writes it."""
+    """The common settings of all ranks that measure together. ``sharing`` processes share this
+    machine; ``model`` has the estimates for this hardware; of the ranks that share a cache, one
+    ``leads`` and writes it."""
 
     transport: Transport
     device: torch.device
@@ -419,7 +419,7 @@ class _Setting:
         momentum: bool,
         keys: Sequence[ShapeKey],
     ) -> _Setting:
-        """A collective call: ranks agree on dtype, speeds and backends for these ``keys``."""
+        """Agree with all ranks on dtype, speeds and backends for ``keys``; a collective call."""
         given = costs.cache_directory() if cache_dir is None else cache_dir
         folder, own = None if given is None else os.fspath(given), devices.of(device)
 
@@ -448,7 +448,7 @@ class _Setting:
         if own.is_cpu:
             sharing = sum(rank[0] == host for rank in ranks)
             name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
-        # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
+        # Choices among fewer kernels, and times without graphs, must not serve other settings.
         parts = [backend_version(device), ns.KERNEL_VERSION, kernels.method, kernels.backend]
         parts += ["eager"] if own.graphs() and kernels.cuda_graphs is False else []
         version, steps = "-".join(map(str, parts)), MuonDefaults().ns_steps
@@ -460,15 +460,15 @@ class _Setting:
         return cls(transport, device, dtype, speeds, kernels, sharing, model, folder, key, leads)
 
     def cached(self, fresh: bool) -> tuple[CostTable, str | None]:
-        """The table in this rank's cache, without entries if there is none or ``fresh``; what was
-        wrong."""
+        """Return (the table in this rank's cache, without entries if there is none or ``fresh``;
+        the problem, if there was one)."""
         found, problem = None, None
         if self.folder is not None and not fresh:
             found, problem = costs.read_cache(self.folder, self.key)
         return found or self.model, problem
 
     def write(self, new: CostTable, old: CostTable, problem: str | None) -> None:
-        """Keep what is new; warn of problems."""
+        """Write new entries to the cache; warn of problems."""
         if not self.leads:
             return
         if self.folder is None:
@@ -486,8 +486,8 @@ class _Setting:
         make: Callable[[], OwnerTimer],
         budget_s: float,
     ) -> dict[Case, float]:
-        """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
-        it fails: what is ``cached`` on all ranks, and what all measure at once."""
+        """Return the milliseconds of each case on the slowest rank with its kernel in ``names``,
+        inf if it fails: ``cached`` times that all ranks have, others measured by all at once."""
         by_rank = exchanged(self.transport, lambda: dict(cached))
         is_cpu = devices.of(self.device).is_cpu
 
@@ -503,7 +503,7 @@ class _Setting:
                 runs, timer, self.model, known, deadline=timer.clock() + budget_s,
                 enough_s=_PRICES_S, progress=self.progress("measures Newton-Schulz", 2 * len(runs)),
             )  # fmt: skip
-            # A new time replaces the cached one, whichever is larger.
+            # A new time replaces the cached one, larger or not.
             return dict(cached) | {case: ms for (case, _), ms in found.items()}
 
         if lacking:
@@ -512,10 +512,10 @@ class _Setting:
         return {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
 
     def progress(self, what: str, total: int) -> Callable[[int], None]:
-        """Says on standard error, once, what the first rank does if it takes two seconds."""
+        """Return a function that says once, after two seconds, what the first rank does."""
         begin, told = time.monotonic(), self.transport.rank != 0
 
-        def show(done: int) -> None:  # no thread, which would disturb what is timed
+        def show(done: int) -> None:  # a thread would disturb the timing
             nonlocal told
             if not told and time.monotonic() - begin > _SHOW_AFTER_S:
                 told = True
@@ -526,7 +526,7 @@ class _Setting:
 
 
 def exchanged(transport: Transport, work: Callable[[], T]) -> list[T]:
-    """The result of ``work`` on each rank; if it failed on one, all raise."""
+    """Return the result of ``work`` from each rank; if it fails on one rank, all raise."""
     with torch.no_grad():
         mine = attempt_in_all([transport], work, what="dmuon: measuring costs")
     return transport.gather_objects(mine)
@@ -546,13 +546,13 @@ def measured_costs(
     batch_bytes: int = BATCH_BYTES,
     budget_s: float = BUDGET_S,
 ) -> CostTable:
-    """The slowest rank's costs of batches of these (rows, cols, dtype), and the kernels to run.
+    """Return the slowest rank's costs of batches of these (rows, cols, dtype), with kernels.
 
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels in at
-    most about ``budget_s`` seconds, then all measure what is not cached, or all if ``fresh``, in as
-    many again. ``momentum`` is that of `CostTable`, ``timer`` makes the timers, ``batch_bytes`` is
-    the largest size of a batch of several matrices, in the Newton-Schulz dtype. What measuring
-    raises here is raised here, ConsensusError on the other ranks."""
+    most about ``budget_s`` seconds, then all ranks measure costs that are not cached (all costs if
+    ``fresh``) in as many seconds again. ``momentum`` is as in `CostTable`, ``timer`` makes the
+    timers, ``batch_bytes`` is the largest size of a batch of several matrices, in the Newton-Schulz
+    dtype. An error in measuring is raised on its rank, and ConsensusError on the other ranks."""
     keys = list(keys)
     at = _Setting.agreed(transport, device, options.cache_dir, kernels, ns_dtype, momentum, keys)
     old, problem = at.cached(fresh)
@@ -574,17 +574,17 @@ def measured_costs(
     cached = {
         case: ms
         for case, ms in _of_cases(old.entries, cases).items()
-        if timed[case] == names[case]  # measured with the kernel that is to run
+        if timed[case] == names[case]  # measured with the kernel to run
     }
     times = at.times(names, cached, make, budget_s)
-    # A kernel that failed on a rank has no time, and nobody runs it.
+    # A kernel that failed on a rank has no time, and no rank runs it.
     for case in [case for case, ms in times.items() if ms == math.inf]:
         names[case] = rule[case]
         del times[case]
         tuned.pop(case, None)
     table = replace(at.model, entries=_by_row(times), kernels=_by_row(names))
     devices.of(device).release_memory()
-    # What the rule chose because time was short is not kept, so that it is chosen another time.
+    # The rule's choices for lack of time are not cached, so that a later run can measure.
     at.write(replace(table, kernels=_by_row(tuned)), old, problem)
     return table
 
@@ -599,7 +599,7 @@ _RUNS = 5
 def slowest_s(
     transport: Transport, device: torch.device, work: Callable[[], object], runs: int = _RUNS
 ) -> float:
-    """Median seconds on the slowest rank; all begin together."""
+    """Return the median seconds on the slowest rank; all ranks begin together."""
     token, times = torch.zeros(1, device=device), []
     for _ in range(runs):
         transport.all_reduce(token, tag="measuring").wait()
@@ -612,8 +612,8 @@ def slowest_s(
 
 
 def local_rates(transport: Transport, device: torch.device) -> tuple[float, float, float]:
-    """Of the slowest rank, while all work: bytes per second of elementwise passes, and of those
-    into new memory; seconds of a call."""
+    """Return the slowest rank's rates while all ranks work: bytes per second of elementwise passes,
+    and of passes into new memory; seconds per call."""
     source, few, calls = torch.ones(_PASSED, device=device), torch.ones(8, device=device), 1000
     target, slowest = torch.empty_like(source), partial(slowest_s, transport, device)
     copied, cloned = slowest(lambda: target.copy_(source)), slowest(source.clone)
@@ -628,8 +628,8 @@ def on_links(
     options: PlannerOptions,
     topology: Topology,
 ) -> CostTable:
-    """``table`` with links as measured, in about a second (and kept in the cache): how fast each
-    rank sends inside its node, and to others while all do. A collective call."""
+    """Return ``table`` with measured links, in about a second (or from the cache): how fast each
+    rank sends inside its node, and to other nodes while all ranks do. A collective call."""
     each, folder = transport.gather_objects(socket.gethostname()), options.cache_dir
     hosts = ", ".join(f"{n} on {host}" for host, n in sorted(Counter(each).items()))
     name = f"{table.source}: {hosts}; nodes of {[*map(len, topology.slots())]}"
@@ -656,8 +656,8 @@ def on_links(
 
 
 class _Links:
-    """Exchanges of all ranks at once, each with one other: the next on its node (``step`` 0), or
-    the one at its place on the next node (1)."""
+    """Exchanges of all ranks at once, each with one other rank: the next on its node (``step`` 0),
+    or the rank at its place on the next node (1)."""
 
     def __init__(self, transport: Transport, device: torch.device, topology: Topology) -> None:
         self._transport, self._device, rows = transport, device, topology.slots()
@@ -670,7 +670,7 @@ class _Links:
         self._has = topology.columns > 1, topology.nodes > 1
 
     def exchange(self, step: int, nbytes: int) -> float:
-        """Seconds of sending so many bytes."""
+        """Return the seconds of sending ``nbytes``."""
         rank, peers = self._transport.rank, self._peers[step]
         sent = [nbytes * (r == peers[rank] != rank) for r in range(len(peers))]
         came = [nbytes * (peer == rank != r) for r, peer in enumerate(peers)]
@@ -683,7 +683,7 @@ class _Links:
         return slowest_s(self._transport, self._device, lambda: work().wait(), runs)
 
     def are_as(self, known: CostTable) -> bool:
-        """Whether one exchange takes about what was measured before: a network may have changed."""
+        """Whether an exchange still takes about as long as in ``known``; networks may change."""
         rates, device = known.rates, known.device
         if not self._has[1] or device is None:
             return True
@@ -693,7 +693,7 @@ class _Links:
         return 2 / 3 < self.exchange(1, nbytes) / expected < 3 / 2
 
     def rate(self, step: int) -> tuple[float, float, float]:
-        """Seconds of a few bytes, of each more, and of a core for each."""
+        """Return the seconds of a few bytes, of each further byte, and of a core per byte."""
         few = taken = self.exchange(step, _FEW_BYTES)
         nbytes, less = _FEW_BYTES << 6, _FEW_BYTES
         while True:
@@ -704,11 +704,11 @@ class _Links:
                 break
             nbytes, less = 4 * nbytes, nbytes
         cores = statistics.fmean(self._transport.gather_objects(spent)) / (_RUNS * nbytes)
-        # Of the last bytes alone, because a shaped link lets a burst pass, but not all of them.
+        # The time of the last bytes, because a shaped link lets a burst pass, or half the mean.
         return few, max(taken / nbytes / 2, (taken - before) / (nbytes - less)), cores
 
     def measure(self) -> tuple[float, float, float, float]:
-        """Of the slowest rank: bytes per second inside a node and across nodes (0: there is no
+        """Return the slowest rank's bytes per second inside a node and across nodes (0: there is no
         other rank, or node); seconds of a turn, and of a core for each byte that is sent."""
         is_cpu, inside, across, turn_s, sent_s = devices.of(self._device).is_cpu, 0.0, 0.0, 0.0, 0.0
         if self._has[0]:
@@ -717,12 +717,12 @@ class _Links:
         if self._has[1]:
             few, per_byte, cores = self.rate(1)
             turn_s, sent_s = max(few, turn_s), sent_s or min(cores, per_byte) * is_cpu
-            across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # beside what cores do
+            across = 1 / max(per_byte - sent_s, 0.05 * per_byte)  # without the cores' time
         return inside, across, turn_s, sent_s
 
 
 def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
-    """As a `CostTable` has values: by shape and batch size."""
+    """Return values by shape and batch size, as in a `CostTable`."""
     found: dict[ShapeKey, dict[int, T]] = defaultdict(dict)
     for case, value in values.items():
         found[case.key][case.batch] = value
@@ -730,5 +730,5 @@ def _by_row(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
 
 
 def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
-    """The inverse of `_by_row`, for these cases."""
+    """Return the values of these cases, as the inverse of `_by_row`."""
     return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
-_DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
+_DATA_OF_A_SEED = 10_000  # steps after which the next seed's data begin
 
 # Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
@@ -46,8 +46,8 @@ _LAYOUTS = ("replicated", "sharded", "dedicated")
 _VARIED = ("fsdp2", "hsdp", "tp+fsdp", "ep+fsdp", "plain", "tp+dp")  # also with each variant
 _VARIANTS: dict[str, dict[str, Any]] = {
     "normuon": {"variant": "normuon"},
-    # Where an update is all but zero, rounding decides whether an element decays: of so little
-    # decay one such step stays within the tolerance, and ten steps without the mask do not.
+    # If an update is nearly zero, rounding decides whether an element decays. With so little decay
+    # one such step stays within the tolerance, and ten steps without the mask do not.
     "cautious": {"cautious_weight_decay": True, "weight_decay": 5e-4},
     "bf16 momentum": {"momentum_dtype": "bfloat16"},
 }
@@ -75,13 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Job(NamedTuple):
-    """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
+    """Comparisons of one model on one mesh, for each of ``dtypes``: (parameters', Newton-Schulz's).
 
     ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``variant``: one of
-    `_VARIANTS`. ``redundancy``: so many parts of the mesh, of nodes with so many ranks (``each``),
+    `_VARIANTS`. ``redundancy``: how many parts of the mesh, whose nodes have ``each`` ranks,
     compute each matrix by themselves."""
 
-    layout: Any  # a name of `_LAYOUTS`
+    layout: Any  # one of `_LAYOUTS`
     case: ParallelCase
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
     reduces: bool = False
@@ -91,8 +91,8 @@ class _Job(NamedTuple):
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
-    """The comparisons, layout by layout, without cases of more than ``--nproc`` processes."""
-    # Only here, because importing FSDP takes a second, which the other commands do not need.
+    """Return the comparisons by layout, without cases of more than ``--nproc`` processes."""
+    # Imported here, because FSDP takes a second that the other commands can save.
     from dmuon.tools.parallel_models import CASES, DEDICATED_CASES, replicated_case
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -107,11 +107,11 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
     for layout, case in (*product(["sharded"], CASES), *product(["dedicated"], DEDICATED_CASES)):
         if case.world <= (args.nproc or case.world):
             jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
-    if not args.bitwise:  # a variant may round a batch otherwise than a matrix
+    if not args.bitwise:  # a variant may round batches and matrices differently
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
         varied = [job._replace(dtypes=[full]) for job in varied]
         jobs += [job._replace(variant=variant) for variant in _VARIANTS for job in varied]
-    # Each matrix computed once, on each node, on each rank; once, in each replica.
+    # Each matrix is computed once, on each node, or on each rank; or with HSDP in each replica.
     on_nodes = [(1, 2), (nproc // 2, 2)] * (nproc > 2 and nproc % 2 == 0)
     ways = [(jobs[0], n, each) for n, each in ((nproc, 1), *on_nodes) if nproc > 1]
     hsdp = [job for job in jobs if job.layout == "sharded" and job.case.name == "hsdp"]
@@ -137,12 +137,12 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
-        # Messages in half precision would hide the differences that are to be found.
+        # Messages in half precision would hide the differences to be found.
         wide = torch.float32 if dtype.itemsize < 4 else None
         options: Any = config.ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide)
         if layout != "replicated":
             options = config.ShardedOptions() if layout == "sharded" else config.DedicatedOptions()
-        # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
+        # AdamW divides by |g| + eps: if g is nearly zero, its last bits would decide.
         muon = {"lr": args.lr, "ns_dtype": ns_dtype, "adamw_eps": 1e-4}
         report = check_step_equivalence(
             build, loss_of, batches, mesh, layout=layout, steps=args.steps,
@@ -160,7 +160,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
 
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)  # the ranks share this machine's cores
-    # DTensor warns of slow gathers, of which comparing whole tensors has many.
+    # DTensor warns of slow gathers, and comparing whole tensors needs many.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     store, limit = f"file://{folder}/store{world}", timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
@@ -174,15 +174,15 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         if rank == 0:
             Path(folder, f"rows{world}.json").write_text(json.dumps(rows))
     finally:
-        # Of DistributedDataParallel, which holds the group, so that its threads end here.
+        # Frees DistributedDataParallel, which holds the group, so that its threads end here.
         gc.collect()
         dist.destroy_process_group()
 
 
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
-    """All rows, layout by layout."""
+    """Make all comparisons; rows are sorted by layout."""
     rows: list[EquivalenceRow] = []
-    # What takes seconds to import, once for all; the last because `DTensor` imports it when used.
+    # Slow imports, made once for all processes; `DTensor` imports the last one on first use.
     slow = ["dmuon.tools.check", "dmuon.tools.parallel_models", "torch.distributed.pipelining"]
     multiprocessing.set_forkserver_preload(slow)
     with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +197,7 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print the table or JSON; 1 if anything differs."""
+    """Compare, and print the table or JSON; return 1 if anything differs."""
     if not (worlds := sorted({job.case.world for job in _jobs(args)})):
         raise DmuonError(
             f"--nproc {args.nproc} leaves no mesh to check with --layout {args.layout}: give 2 or "
