@@ -202,7 +202,7 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel, self._hyper.eps if is_raw else None)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Allocate memory for one run at a time; return runs that fit a quarter of it."""
+        """Allocate memory for one run at a time; return the runs that fit a quarter of it."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self.sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory = {}
@@ -512,7 +512,7 @@ class _Setting:
         return {case: max(ms[case] for ms in by_rank if case in ms) for case in cases}
 
     def progress(self, what: str, total: int) -> Callable[[int], None]:
-        """Return a function that says once, after two seconds, what the first rank does."""
+        """Return a function that reports the first rank's work once on stderr, if it takes long."""
         begin, told = time.monotonic(), self.transport.rank != 0
 
         def show(done: int) -> None:  # a thread would disturb the timing
@@ -546,7 +546,7 @@ def measured_costs(
     batch_bytes: int = BATCH_BYTES,
     budget_s: float = BUDGET_S,
 ) -> CostTable:
-    """Return the slowest rank's costs of batches of these (rows, cols, dtype), with kernels.
+    """Return the slowest rank's costs of batches of these (rows, cols, dtype), and kernels to run.
 
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels in at
     most about ``budget_s`` seconds, then all ranks measure costs that are not cached (all costs if

@@ -258,7 +258,7 @@ class Pipeline:
         self._publishing = record_function("dmuon::publish")
 
     def _ring(self, purpose: str, numels: Sequence[int], slots: int, like: Tensor) -> list[Tensor]:
-        """The buffers of all buckets, which take slots in turn."""
+        """Return the buffers of all buckets, which use slots in turn."""
         # A slot holds the largest of its buckets.
         sizes = [max(numels[slot::slots], default=0) for slot in range(slots)]
         ring = [like.new_empty(size) for size in sizes]

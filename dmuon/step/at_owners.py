@@ -258,7 +258,7 @@ class OwnersEngine(Engine):
         return self._state.matrices(rules.MOMENTUM)
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-        """Return what a refusing rank publishes, because the others cannot know yet."""
+        """Return results of a refusing rank, which change nothing: others cannot know yet."""
         with suppress(RuntimeError):  # the cause may be a weight of another shape
             self._state.follow(unit)
         masters = self._state.of(unit)[1:]

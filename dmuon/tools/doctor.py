@@ -1,6 +1,6 @@
-"""Prints versions, devices and what dmuon would use here, and why, to be pasted into an issue.
+"""Prints versions, devices and dmuon's choices here, with reasons, to be pasted into an issue.
 
-It sends nothing and makes no process group. Exit status 0, whatever is missing.
+It sends nothing and makes no process group. Exit status 0, even if something is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dmuon.scheduler.json_files import parse, read_text
 from dmuon.scheduler.patterns import has_engine
 from dmuon.tools.plan import show
 
-_SHAPES = ((256, 256), (1024, 1024), (1024, 4096))  # whose kernels are named
+_SHAPES = ((256, 256), (1024, 1024), (1024, 4096))  # shapes whose kernels are named
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl", "ucc", "mpi")
 _FRAMEWORKS = (
     "transformers", "accelerate", "lightning", "peft", "torchtitan", "torchtune", "litgpt",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, and print what was found."""
+    """Look, and print the findings."""
     own = devices.of(devices.default_device())
     found = {name: _found(look, own) for name, look in _LOOKS.items()}
     lines = (f"{name:<14} {text}" for name, text in found.items())
@@ -48,17 +48,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(look: Callable[[devices.Device], str], own: devices.Device) -> str:
-    """What a function finds, in one line and without the path of the user's home."""
+    """Return the findings of ``look`` in one line, without the path of the user's home."""
     try:
         text = look(own)
-    except Exception as error:  # the other lines are needed all the more
+    except Exception as error:  # the other lines are still wanted
         text = f"failed: {described(error)}"
     home = os.path.expanduser("~").rstrip("/")
     return " ".join((text.replace(home, "~") if home else text).split())
 
 
 def _versions(*names: str) -> str:
-    """Those that are installed, with versions."""
+    """Return the installed packages among ``names``, with versions."""
     found = []
     for name in names:
         with suppress(PackageNotFoundError):
@@ -67,7 +67,7 @@ def _versions(*names: str) -> str:
 
 
 def _torch(own: devices.Device) -> str:
-    """With what this one cannot do, and a newer one can."""
+    """Return torch's version, and the features that only newer versions have."""
     refuses = "_StridedShard" not in str(torch.serialization.get_safe_globals())
     without = not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
     lacks = ["FSDP2 with parameters that some ranks do not use"] * without
@@ -129,9 +129,9 @@ def _solver(own: devices.Device) -> str:
 
 
 def _cached(folder: Path) -> Iterator[tuple[CacheKey, CostTable]]:
-    """What of a folder can be read, for this torch."""
+    """Yield the tables in a folder that can be read, for this version of torch."""
     for file in sorted(folder.glob("*.json")):
-        with suppress(KeyError, OSError, TypeError, ValueError):  # not ours
+        with suppress(KeyError, OSError, TypeError, ValueError):  # not our files
             key = CacheKey(**parse(read_text(file))["key"])
             table, _ = read_cache(folder, key)
             if table and key.torch == torch.__version__:

@@ -1,8 +1,8 @@
-"""`check_step_equivalence`: does dmuon on W ranks do what Muon does in one process?
+"""`check_step_equivalence`: whether dmuon on W ranks trains as Muon does in one process.
 
-How much two updates may differ depends on the matrices, on the dtypes and on how this machine
+The allowed difference of two updates depends on the matrices, on the dtypes and on how this machine
 multiplies, so it is measured in the same trial: a second reference gets the same gradients, each
-entry moved by a rounding, and what that does to an update is the update's *yardstick*.
+entry moved by a rounding, and the change of an update by that is the update's *yardstick*.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dmuon.scheduler.topology import Topology
 from dmuon.step.verify import Finding, Verifier, matrices_of
 from dmuon.types import DmuonError, Layout, LayoutName
 
-ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
-# What an update may differ by, in yardsticks. Sums in another order and kernels that round
-# elsewhere carry up to 1.2 yardsticks far (measured, with the kernels of five kinds of CPU).
+ABSOLUTE = 1e-5  # for weights and losses, if nothing is rounded to half precision
+# Allowed difference of an update in yardsticks. Sums in another order, and kernels that round
+# elsewhere, make up to 1.2 yardsticks (measured, with the kernels of five kinds of CPU).
 YARDSTICKS = 4.0
 
 
@@ -52,10 +52,10 @@ Batches = Callable[[int, int], Any]
 @dataclass(frozen=True, slots=True)
 class EquivalenceRow:
     """The outcome of one comparison, the same on every rank: the largest difference of any weight
-    element after any step, of any loss, and (relative, Frobenius) of any update. ``difference`` is
-    what decides, ``criterion`` says of what it is, ``yardstick`` how far moving gradients by a
-    rounding carries it (of a loss: the weights), ``worst`` where it was. ``bitwise``: whether every
-    matrix was to the bit what a single process makes of it; None where kernels are "auto"."""
+    element after any step, of any loss, and (relative, Frobenius) of any update. ``difference``
+    decides; ``criterion`` names its kind, ``worst`` its place, and ``yardstick`` is the difference
+    made by moving gradients by a rounding (for a loss: the weights' difference). ``bitwise``:
+    whether every matrix equals that of a single process to the bit; None if kernels are "auto"."""
 
     layout: str
     mesh: str
@@ -80,7 +80,7 @@ class EquivalenceRow:
         return self.difference <= self.tolerance and self.bitwise is not False
 
     def _cells(self) -> list[str]:
-        """The row of a table, in the order of `_HEADINGS`."""
+        """Return the cells of a table row, in the order of `_HEADINGS`."""
         where = f"{self.layout} {self.case}".strip() + f", {self.mesh}"
         short = f"{self.dtype}/{self.ns_dtype}".replace("bfloat", "bf").replace("float", "fp")
         allowed = f"{self.tolerance:.1e} {self.criterion.removeprefix('of an ')}"
@@ -109,13 +109,13 @@ class EquivalenceReport:
         return self.passed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the verdict and a dict per row."""
+        """Return plain data: the verdict and a dict per row."""
         rows = [asdict(row) | {"passed": row.passed} for row in self.rows]
         return {"passed": self.passed, "rows": rows}
 
     def __str__(self) -> str:
         columns = zip(_HEADINGS, *(row._cells() for row in self.rows), strict=True)
-        # A column that is empty, or the first seed, in every row says nothing.
+        # A column says nothing if all its cells are empty, or the first seed.
         shown = [column for column in columns if {*column[1:]} - {"", "0"}]
         (headings, *lines), notes = zip(*shown, strict=True), []
         table = grid(headings, headings, no_wrap=True)
@@ -152,39 +152,39 @@ def check_step_equivalence(
     Args:
         build_model: makes the model, unparallelized.
         loss_fn: ``(model, inputs) -> loss``, a mean over the inputs.
-        batches: ``(step, data_rank) -> inputs``, of as many inputs each, and different ones. The
+        batches: ``(step, data_rank) -> inputs``, different for each data rank and equally many. The
             reference takes the mean of the data ranks' losses.
         mesh: for `dedicate_params`, as are ``layout``, ``options`` and ``planner``.
-        parallelize: `DistributedDataParallel`, a function that calls `fully_shard` or
+        parallelize: `DistributedDataParallel`, or a function that calls `fully_shard` or
             `parallelize_module`; identity by default. In the `dedicated` layout it gets the model
-            after `dedicate_params`, and `fully_shard` inside it does not see what dmuon keeps;
-            None leaves all gradients to dmuon.
+            after `dedicate_params`, and `fully_shard` inside it ignores the parameters that dmuon
+            keeps; None leaves all gradients to dmuon.
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
             `dedicate_params`.
-        steps: how many steps to compare.
+        steps: the number of steps to compare.
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
-            "auto") every rank also makes each update by itself, from whole gradient and momentum,
-            and what it stores must be equal to the bit.
+            "auto") every rank also computes each update itself, from the whole gradient and
+            momentum, and the weights that it stores must be equal to the bit.
         data_axes: the mesh axes along which data differ; all but "tp" by default.
-        muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
+        muon_kwargs: for `dmuon.Muon` and, except for distributed settings, `ReferenceMuon`.
 
     Raises:
         ValueError: ``data_axes`` names no axis of the mesh, ``parallelize`` renamed parameters, or
             several processes were launched and no process group was made.
 
-    Where NS runs in the weights' own precision (or better) the weights must agree to 1e-5, and so
-    must losses where forward runs in float32. In half precision a difference of 1e-7 in a gradient
-    can flip roundings worth percents of an update, so there each step starts from the same weights,
-    and each matrix's change beyond what rounding explains (with ``reduce_to_owner`` also each
-    published update) is judged by its norm and that of the difference: 4 yardsticks are allowed, at
-    least 4 units in the last place of the coarsest dtype. A smaller error passes: compare with
+    If NS runs in the weights' own precision (or better), the weights must agree to 1e-5, and so
+    must losses if forward runs in float32. In half precision a difference of 1e-7 in a gradient can
+    flip roundings worth percents of an update, so each step starts from the same weights, and each
+    matrix's change beyond rounding (with ``reduce_to_owner`` also each published update) is judged
+    by its norm and the norm of the difference: 4 yardsticks are allowed, and at least 4 units in
+    the last place of the coarsest dtype. Smaller errors pass: compare with
     ``ns_dtype=torch.float32``, too. The reference shares routing and Newton-Schulz with dmuon.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
-    twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
+    twin = copy.deepcopy(model)  # a parallelized model cannot be copied
     model = model if tensor_parallel is None else tensor_parallel(model)
-    # Planned for the dtype that Newton-Schulz runs in, as where the optimizer plans.
+    # Plan for the dtype that Newton-Schulz runs in, as the optimizer does.
     ns_dtype = muon_kwargs.get("ns_dtype", "auto")
     request = Request(
         layout, options=options, planner=planner, kernels=kernels, mesh=mesh, ns_dtype=ns_dtype
@@ -200,7 +200,7 @@ def check_step_equivalence(
 def _distribute(
     model: nn.Module, parallelize: Callable[[nn.Module], nn.Module], request: Request
 ) -> tuple[nn.Module, Ownership]:
-    """The model as it is trained, and its ownership, made in the order that the layout needs."""
+    """Return the model to train and its ownership, made in the order that the layout needs."""
     if request.layout != Layout.DEDICATED:
         wrapped = parallelize(model)
         others_average = isinstance(wrapped, DistributedDataParallel) or any(
@@ -214,7 +214,7 @@ def _distribute(
     def wrap() -> nn.Module:
         with own.ignored_by_fully_shard():
             wrapped = parallelize(model)
-        own.find_parameters()  # fully_shard has made new parameters of the others
+        own.find_parameters()  # fully_shard has replaced the other parameters
         return wrapped
 
     try:
@@ -227,7 +227,7 @@ def _distribute(
 def _data_rank(
     topology: Topology, rank: int, data_axes: Sequence[str] | None = None
 ) -> tuple[int, int]:
-    """Which data rank a mesh rank is, and of how many.
+    """Return the data rank of a mesh rank, and the number of data ranks.
 
     >>> mesh = Topology((2, 3, 2), ("replicate", "shard", "tp"), 12)
     >>> [_data_rank(mesh, r) for r in (0, 1, 2, 11)]
@@ -250,7 +250,7 @@ def _data_rank(
 
 @dataclass
 class Measured:
-    """The largest difference of some quantity, and the most that moved gradients changed it."""
+    """The largest difference of a quantity, and its largest change by moved gradients."""
 
     criterion: str
     yardstick: float = 0.0
@@ -258,8 +258,8 @@ class Measured:
     where: str = "-"
 
     def see(self, difference: float, moved: float, where: str) -> None:
-        """Note a difference, and what moved gradients changed."""
-        if math.isnan(difference):  # the worst that there is, and lost in a comparison
+        """Record a difference, and the change by moved gradients."""
+        if math.isnan(difference):  # the worst difference, and lost in comparisons
             difference = math.inf
         if difference > self.value:
             self.value, self.where = difference, where
@@ -272,7 +272,7 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Finds matrices that differ by a bit from what each rank computes; ``different`` on all."""
+    """Finds matrices that differ by a bit from any rank's own result: ``different``, on all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,11 +289,11 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
-Findings = dict[str, Measured]  # by what has one yardstick: "weights", "losses", updates by shape
+Findings = dict[str, Measured]  # "weights", "losses", updates by shape: each has one yardstick
 
 
 class _Trial:
-    """``wrapped`` trained by dmuon, ``twin`` by the reference, and a copy by the moved one."""
+    """Trains ``wrapped`` by dmuon, ``twin`` by the reference, and a copy by the moved one."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class _Trial:
         momentum = self.opt.param_groups[0].get("momentum_dtype")
         rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
         self.roundings = _Roundings(own, rounded)
-        # A third model and its weights, for options with which dmuon casts weights to use them.
+        # A third model and its weights, for options that make dmuon cast weights before their use.
         self.cast: tuple[nn.Module, list[nn.Parameter]] | None = None
         if self.roundings.used is not None:
             cast_twin = copy.deepcopy(twin)
@@ -332,26 +332,26 @@ class _Trial:
                 p.data = p.data.to(self.roundings.used)
         specs = collect(twin)
         number = [names.index(p.name) for p in specs.parameters]
-        # What is compared by itself: (name, index of the parameter, view of its whole tensor).
+        # Pieces to compare separately: (name, index of the parameter, view of its whole tensor).
         self.pieces: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
             *((m.name, number[m.parameter], m.view) for m in specs.matrices),
             *((names[number[i]], number[i], lambda t: t) for i in specs.adamw_parameters()),
         ]
-        self._before: list[Tensor] = []  # the whole weights before it
-        self._published: dict[str, Tensor] = {}  # the updates of a step that this rank got
+        self._before: list[Tensor] = []  # whole weights before the step
+        self._published: dict[str, Tensor] = {}  # updates of a step that this rank received
         if isinstance(own.runtime, OwnersRuntime) and own.plan.layout is Layout.REDUCED:
             self._note_published(own.runtime)
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
         """Train, compare, and judge the worst findings of all ranks; a collective call."""
-        # Each rank moves gradients by itself, because one sample can be too small by chance.
+        # Each rank moves gradients in its own way, because one sample can be too small by chance.
         generator = torch.Generator().manual_seed(self.own.rank)
         for step in range(steps):
             loss = loss_fn(self.model, batches(step, self.data[0]))
             loss.backward()
-            # Only now, because reading waits for everything that was published: earlier it would
-            # hide a forward pass that does not wait.
+            # Only now, because reading waits for all published updates: earlier it would hide a
+            # forward pass that does not wait.
             self._compare_weights(step - 1)
             expected = self._joint_backward(loss_fn, batches, step, generator)
             difference = abs(float(whole_tensor(loss)) - expected[self.data[0]])
@@ -370,9 +370,9 @@ class _Trial:
     def _joint_backward(
         self, loss_fn: Loss, batches: Batches, step: int, generator: torch.Generator
     ) -> list[float]:
-        """Give both references the mean gradient over all data ranks' inputs; return their losses.
-        The moved reference sums as dmuon may, where dmuon casts weights gradients of cast weights;
-        the other in float32 or better, because an oracle must not round."""
+        """Give both references the mean gradient over all data ranks' inputs; return the losses.
+        The moved reference takes gradients of cast weights if dmuon casts them, and sums as dmuon
+        may; the other sums in float32 or better, because an oracle must not round."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded, losses, count = list(sums), [], self.data[1]
         for r in range(count):
@@ -394,7 +394,7 @@ class _Trial:
     def _see(
         self, kind: str, where: str, ours: Tensor, theirs: Tensor, moved: Tensor, free: float = 0.0
     ) -> None:
-        """Note `_difference` of ours, and of the moved reference, from the reference."""
+        """Record the `_difference` of ours, and of the moved reference, from the reference."""
         both = _difference(ours, theirs, free), _difference(moved, theirs, free)
         for criterion, found, by_moving in zip((_UPDATE, _NORM), *both, strict=True):
             key = f"{kind} {[*theirs.shape]}, {criterion}"
@@ -415,14 +415,14 @@ class _Trial:
     def _compare_published(self, step: int, updated: Sequence[bool]) -> None:
         """Compare the updates that this rank received, before they are rounded into weights."""
         published, self._published = self._published, {}
-        # The reference notes updates as Newton-Schulz gives them.
+        # The reference records updates as Newton-Schulz returns them.
         has_variant = any(g.get("variant") is not None for g in self.opt.param_groups)
         if self.own.plan.layout is not Layout.REDUCED or self.reference.masters or has_variant:
             return
         matrices = [m for m in self.own.plan.specs.matrices if updated[m.parameter]]
         updates = self.reference.updates, self.moved.updates
         for matrix, theirs, moved in zip(matrices, *updates, strict=True):
-            # A step that was skipped, because something in it was not finite, published nothing.
+            # A step that was skipped because of non-finite values has published nothing.
             ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
             self._see("published", f"update of {matrix.name} at step {step}", ours, theirs, moved)
 
@@ -459,7 +459,7 @@ class _Trial:
         losses.yardstick, updates = weights.yardstick, list(worst.values())
         absolute = self.roundings.absolute
         limits = [weights] if absolute or not updates else [*updates]
-        # Where forward runs in float32 and each step starts from equal weights, losses are equal.
+        # If forward runs in float32 and each step starts from equal weights, losses are equal.
         if not self.roundings.forward_in_half and (absolute or losses.value > ABSOLUTE):
             limits.append(losses)
         deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
@@ -482,7 +482,7 @@ class _Trial:
 
 
 def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
-    """For each matrix its parameter and the form of Newton-Schulz that its owner runs, because in
+    """Return each matrix's parameter and the form of Newton-Schulz that its owner runs, because in
     half precision two forms differ by more than rounding explains."""
     kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
     chosen = {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
@@ -490,9 +490,9 @@ def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
 
 
 class _Reference:
-    """`ReferenceMuon` on a model, with what it orthogonalized and started from in the last step.
+    """`ReferenceMuon` on a model, with its updates and its starting weights in the last step.
 
-    With ``masters`` it updates matrices in float32, of which the model has the rounded weights."""
+    With ``masters`` it updates matrices in float32, and the model has these rounded."""
 
     def __init__(
         self,
@@ -523,7 +523,7 @@ class _Reference:
 
     @torch.no_grad()
     def begin(self, weights: list[Tensor] | None) -> None:
-        """The next step starts from these weights; None for those of the step before."""
+        """Start the next step from these weights; None: from the weights of the step before."""
         if weights is not None:
             for p, weight in zip(self.weights, weights, strict=True):
                 p.copy_(weight)
@@ -546,9 +546,9 @@ class _Reference:
 class _Roundings:
     """The dtypes to which gradients are rounded on their way.
 
-    ``used``, ``summed``: in which dmuon uses weights and sums gradients, None for the parameters'
-    own. ``each``: the coarsest that the gradient of each parameter goes through; of matrices
-    that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum."""
+    ``used``, ``summed``: dtypes in which dmuon uses weights and sums gradients, None for the
+    parameters' own. ``each``: the coarsest dtype that each parameter's gradient goes through; for
+    matrices that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum."""
 
     def __init__(self, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
         plan, parameters, options = own.plan, list(own.parameters), own.asked.options
@@ -563,9 +563,9 @@ class _Roundings:
         ]
         forward = [_coarsest(p.dtype, self.used) for p in parameters]
         self.forward_in_half = any(dtype.itemsize < 4 for dtype in forward)
-        # Without half precision anywhere, weights are compared to an absolute tolerance.
+        # Without half precision anywhere, the tolerance of weights is absolute.
         self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.each, *of_matrices))
-        # No update can be known better than to one unit in the last place of its entries.
+        # No update is more exact than one unit in the last place of its entries.
         self.least = torch.finfo(_coarsest(*self.each)).eps
 
 
@@ -575,7 +575,7 @@ def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give a plain module the weights of its parallelized like; a collective call."""
+    """Copy weights of a parallelized module to its plain counterpart; a collective call."""
     found, expected = (dict(trainable_parameters(m)).keys() for m in (source, target))
     if found != expected:
         raise DmuonError(
@@ -583,7 +583,7 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
             f"{sorted(found - expected)}: it must keep their names"
         )
 
-    def tensors(model: nn.Module) -> dict[str, Tensor]:  # frozen ones and buffers too
+    def tensors(model: nn.Module) -> dict[str, Tensor]:  # including frozen parameters and buffers
         found = chain(model.named_parameters(), model.named_buffers())
         return {canonical_name(n): t for n, t in found} | dict(trainable_parameters(model))
 
@@ -596,7 +596,7 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 def _gradients(
     model: nn.Module, parameters: list[nn.Parameter], loss_fn: Loss, inputs: Any
 ) -> tuple[float, list[Tensor | None]]:
-    """The loss and its gradients, of which none stays in ``p.grad``."""
+    """Return the loss and its gradients, and leave none in ``p.grad``."""
     loss = loss_fn(model, inputs)
     loss.backward()
     grads = [p.grad for p in parameters]
@@ -610,7 +610,7 @@ def _sum(so_far: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) 
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted: by the difference
+    """Return ``grad`` with each nonzero entry moved by a rounding to ``dtype``: by the difference
     of two roundings, each of which may be off by half a unit in the last place."""
     how: dict[str, Any] = {"dtype": grad.dtype, "generator": generator}
     by = torch.rand(grad.shape, **how) - torch.rand(grad.shape, **how)
@@ -624,8 +624,8 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
 
 
 def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
-    """Frobenius norm of the difference of two updates, and the difference of their norms, which
-    rounding changes ten times less; without what is ``free``, relative to the second's norm."""
+    """Return the Frobenius norm of the difference of two updates, and the difference of their
+    norms, which rounding changes ten times less: both beyond ``free``, relative to ``theirs``."""
     ours, theirs = ours.double(), theirs.double()
     size = float(theirs.norm())
     both = float((ours - theirs).norm()), abs(float(ours.norm()) - size)

@@ -1,8 +1,8 @@
 """Small built-in models and the ways to parallelize them that ``python -m dmuon check`` covers.
 
 The same model on one process is the reference. No mesh divides its widths, and some matrices have
-fewer rows than ranks. No layer before a softmax has a bias, which the softmax cancels: its gradient
-would be rounding alone, which AdamW blows up.
+fewer rows than ranks. No layer before a softmax has a bias, because the softmax cancels it: its
+gradient would be nothing but rounding, which AdamW amplifies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCAB = 61
 
 
 class _Attention(nn.Module):
-    """Causal attention of as many heads as the local projections hold."""
+    """Causal attention with as many heads as the local projections hold."""
 
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ def _mlp(width: int, hidden: int) -> nn.Module:
 def _moved(
     tensor: Tensor, mesh: DeviceMesh, there: Placement, here: Placement, gradient: Placement
 ) -> Tensor:
-    """The local part of ``tensor`` after moving it from the placement ``there`` to ``here``."""
+    """Move ``tensor`` from the placement ``there`` to ``here``, and return the local part."""
     whole = DTensor.from_local(tensor, mesh, [there], run_check=False)
     return whole.redistribute(placements=[here]).to_local(grad_placements=[gradient])
 
 
 class _Experts(nn.Module):
     """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``. Every
-    token goes to every expert, weighted by its gate. With a ``mesh`` of one axis each of its ranks
-    holds a part of the experts, and applies them to the tokens of all."""
+    token goes to every expert, weighted by its gate. With a ``mesh`` of one axis, each of its ranks
+    holds some of the experts and applies them to the tokens of all ranks."""
 
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class _Experts(nn.Module):
         self.mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Tokens ``[t, width]`` and gates ``[t, E]`` to ``[t, width]``."""
+        """Map tokens ``[t, width]`` and gates ``[t, E]`` to ``[t, width]``."""
         w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
         mesh = self.mesh
         if mesh is not None:
             x, gates = (_moved(t, mesh, Shard(0), Replicate(), Partial()) for t in (x, gates))
             gates = gates.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
         y = torch.einsum("teh,eih,te->ti", F.gelu(torch.einsum("ti,ehi->teh", x, w1)), w2, gates)
-        # FSDP2 warns of a module that returns a view.
+        # FSDP2 warns about a module that returns a view.
         return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0)).clone()
 
 
@@ -105,7 +105,7 @@ class _Block(nn.Module):
 
 
 class ParallelModel(nn.Module):
-    """A small language model; ``experts > 0`` makes its MLPs mixtures of as many."""
+    """A small language model; if ``experts > 0``, its MLPs are mixtures of that many."""
 
     def __init__(
         self, width: int = 50, hidden: int = 15, layers: int = 2, experts: int = 0
@@ -123,12 +123,12 @@ class ParallelModel(nn.Module):
 
 
 def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     return F.cross_entropy(model(inputs[0]).float().flatten(0, 1), inputs[1].flatten())
 
 
 def batch(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets ``[4, 16]`` on torch's default device, of a step and a data rank."""
+    """Return tokens and targets ``[4, 16]`` on torch's default device for a step and data rank."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(104729 * step + data_rank)
     tokens = torch.randint(0, VOCAB, (4, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -139,7 +139,7 @@ def _as_it_is(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 over the data axes: one, or HSDP over two (replicate, shard)."""
+    """Apply FSDP2 over one data axis, or HSDP over two (replicate, shard)."""
     names = mesh.mesh_dim_names
     assert names is not None
     data = tuple(name for name in names if name != "tp")
@@ -151,8 +151,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Projections by columns and rows; embedding, head, norms and `mix` stay plain tensors."""
-    # Between the two halves of an MLP activations stay DTensors, which know uneven parts.
+    """Cut projections by columns or rows; embedding, head, norms and `mix` stay plain tensors."""
+    # Between the halves of an MLP activations stay DTensors, which support uneven parts.
     uneven = partial(ColwiseParallel, use_local_output=False)
     plan = {
         **{f"attention.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -166,7 +166,7 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
-    """Experts over "ep", then ``dim`` of them over "fsdp"; all else over all ranks."""
+    """Shard experts over "ep", then their ``dim`` over "fsdp"; all else over all ranks."""
     everyone = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp",))
     for block in model.blocks:  # type: ignore[union-attr]
         experts = block.mlp.experts  # type: ignore[union-attr]
@@ -198,11 +198,11 @@ class ParallelCase:
 
     @property
     def world(self) -> int:
-        """How many ranks it needs."""
+        """The number of ranks that it needs."""
         return math.prod(self.mesh_shape)
 
     def make_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """The mesh over all ranks of the default process group; a collective call."""
+        """Make the mesh over all ranks of the default process group; a collective call."""
         return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=self.axes)
 
 
@@ -214,7 +214,7 @@ _WHOLE, _SPLIT = partial(_expert_parallel, dim=0), partial(_expert_parallel, dim
 def replicated_case(
     world: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> ParallelCase:
-    """Whole models on ``world`` ranks, ``wrap``ped each."""
+    """Return a case of whole models on ``world`` ranks, each passed to ``wrap``."""
     return ParallelCase("", (world,), _DP, _DP, ParallelModel, lambda model, mesh: wrap(model))
 
 
@@ -229,8 +229,8 @@ _HSDP_TP = replace(_TP_FSDP, name="hsdp+tp", mesh_shape=(2, 2, 2), axes=_THREE, 
 _EP_FSDP = ParallelCase("ep+fsdp", (2, 2), _EP, _EP, _MOE, _WHOLE)
 _SPLIT_EP = replace(_EP_FSDP, name="ep+fsdp, split experts", data_parallel=_SPLIT)
 
-# Distributed by the framework: for the `sharded` layout.
+# For the `sharded` layout: the framework distributes parameters.
 CASES = (_FSDP2, _TP, _FSDP4, _HSDP, _TP_FSDP, _EP_FSDP, _SPLIT_EP, _HSDP_TP)
-# For `dedicated`: ``data_parallel`` is for what dmuon does not keep, or dmuon reduces it, too.
+# For `dedicated`: without ``data_parallel`` dmuon reduces gradients of all parameters.
 _PLAIN = ParallelCase("plain", (2,), _DP, _DP, ParallelModel)
 DEDICATED_CASES = (_PLAIN, _FSDP2, _FSDP4, _HSDP, _TP_DP, _TP_FSDP)

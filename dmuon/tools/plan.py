@@ -24,7 +24,7 @@ from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.topology import MAX_RANKS
 from dmuon.types import Layout, PlanError
 
-if TYPE_CHECKING:  # a function that plans imports what it needs: --help does without torch
+if TYPE_CHECKING:  # functions import these when they plan: --help does not load torch
     from dmuon.report.data import LoadBalanceReport
     from dmuon.scheduler.costs import CostTable
     from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -33,19 +33,19 @@ if TYPE_CHECKING:  # a function that plans imports what it needs: --help does wi
 COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
-_KINDS, _LOOKED_AT = 16, 100_000  # ranks that are looked at for the most memory; with matrices
+_KINDS, _LOOKED_AT = 16, 100_000  # ranks checked for the most memory; the same times matrices
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
-    """A reader of finite numbers above zero, for ``type=`` of an option."""
+    """Return a parser of finite numbers above zero, for ``type=`` of an option."""
 
     def read(text: str) -> int | float:
         if not 0 < (value := number(text)) < math.inf:
             raise ArgumentTypeError(f"must be positive, found {text}")
         return value
 
-    read.__name__ = number.__name__  # argparse names it where a text is no number
+    read.__name__ = number.__name__  # argparse names it in errors
     return read
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser) -> Any:
-    """Add the options that say what `planner` plans; the group of --model, which is exclusive."""
+    """Add the options of `planner`; return the group of --model, which is exclusive."""
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"{MODELS}. Presets: {', '.join(PRESETS)}")
@@ -142,7 +142,7 @@ def _heads(text: str) -> tuple[str, int]:
 
 
 def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
-    """Makes the plan that is asked for, with the solver of a name; who holds what; and prices."""
+    """Return a function from a solver's name to the requested plan; the shard map; the prices."""
     from dmuon.catalogue import model_specs
     from dmuon.config import PlannerOptions, ShardedOptions
     from dmuon.devices import GPU
@@ -182,7 +182,7 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     is_cut = layout is Layout.SHARDED
     tp = getattr(args, "tp", 1) if is_cut else 1
     shards = evenly_sharded(specs, topology, args.ep, tp, whole=not is_cut)
-    # Where owners keep momentum any rank may own any matrix.
+    # If owners keep momentum, any rank may own any matrix.
     limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
 
     bucket = getattr(args, "bucket", None)
@@ -200,10 +200,10 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
 
 
 def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int]:
-    """Bytes on one rank by purpose, activations aside; ``shards`` are those of `evenly_sharded`.
-    Gradients and state are in the dtypes of the parameters; buffers ("operands" to "assembly" in
-    the "step_bytes" of `Muon.stats`) and Newton-Schulz, which a step keeps, in two bytes an
-    element. FSDP2 shards what is frozen, and in `dedicated` all that has no owner."""
+    """Return the bytes on one rank by purpose, without activations, for ``shards`` from
+    `evenly_sharded`. Gradients and state have the dtypes of the parameters; buffers ("operands" to
+    "assembly" in the "step_bytes" of `Muon.stats`) and Newton-Schulz, which a step keeps, two bytes
+    per element. FSDP2 shards frozen parameters, and in `dedicated` all parameters without owner."""
     from dmuon.scheduler.plan import units_of
     from dmuon.scheduler.specs import ITEM_SIZE
     from dmuon.scheduler.topology import holds_replicas
@@ -213,7 +213,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     held = [shard.box.numel * size for shard, size in zip(shards.reports[rank].shards, item)]
     muon, adamw = (sum(held[i] for i in some()) for some in (
         specs.muon_parameters, specs.adamw_parameters))  # fmt: skip
-    # In `dedicated` a rank holds the weights of the owners at its place in all replicas, too.
+    # In `dedicated` a rank also holds the weights of owners at its place in all replicas.
     places = plan.topology.shape[-1] if layout is Layout.DEDICATED else plan.topology.world
     owned = stored = 0
     for matrix, owner in zip(specs.matrices, plan.owners, strict=True):
@@ -236,7 +236,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
     elif layout is Layout.REDUCED:  # updates of all matrices
         kept["buffers"] = 2 * sum(m.numel for m in specs.matrices)
     for unit in units:
-        # The next X, four squares of the short side, and what is not assembled.
+        # The next X, four squares of the short side, and operands that are not assembled.
         if rank in (unit.copies or (unit.owner,)):
             b, m, n = unit.shape
             is_alone = shards.is_local(unit.matrices[0], unit.copies)
@@ -250,7 +250,7 @@ def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int
 
 
 def _pipeline_bytes(plan: OwnershipPlan, units: Sequence[Unit], shards: ShardMap, rank: int) -> int:
-    """The buffers of a rank's `Pipeline`, made on the meta device; on a CPU its operands, too."""
+    """Return the bytes of a rank's `Pipeline` on the meta device, and on a CPU of its operands."""
     import torch
 
     from dmuon.comm.pipeline import Pipeline
@@ -285,7 +285,7 @@ def _plan(args: argparse.Namespace) -> int:
     owned = Counter[int]()
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
         owned[owner] += matrix.numel
-    # One of each kind of ranks, those with most to keep and to work on; at least four.
+    # One rank of each kind, first those with the most state and work; at least four.
     kinds = {(plan.state_bytes[r], owned[r]): r for r in reversed(range(shards.world))}
     most = max(4, min(_KINDS, _LOOKED_AT // max(1, len(plan.owners))))
     kept = [memory_of(plan, shards, kinds[k]) for k in sorted(kinds, reverse=True)[:most]]
@@ -301,8 +301,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
-    """Print the text, and write the numbers as JSON to a path (PlanError where that cannot be); for
-    "-" print these alone."""
+    """Print the text, and write the numbers as JSON to a path (PlanError if that fails); for "-"
+    print only the JSON."""
     as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
     sys.stdout.write(as_json if path == "-" else text() + "\n")
     if path is not None and path != "-":
@@ -310,10 +310,10 @@ def show(text: Callable[[], str], numbers: Callable[[], object], path: str | Non
 
 
 def wrote(path: str, write: Callable[[], object]) -> None:
-    """Write a file and say so; PlanError where it cannot be."""
+    """Write a file and say so; PlanError if that fails."""
     try:
         write()
-    except OSError as error:  # since `check_writable` a disk is full, or a folder has gone
+    except OSError as error:  # since `check_writable` the disk became full, or the folder vanished
         raise PlanError(f"cannot write {path!r}: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
 
@@ -322,7 +322,7 @@ def check_writable(path: str) -> None:
     """Raise PlanError for a path that cannot be written, before minutes go into planning."""
     folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path) or "."
     exists = os.path.exists(path)
-    # A file is replaced by another, unless it is a device.
+    # A file is replaced by a new one, unless it is a device.
     needed = [path] * exists + [folder] * (os.path.isfile(path) or not exists)
     if not path:
         reason = "the path is empty"
@@ -363,7 +363,7 @@ def _compare(args: argparse.Namespace) -> int:
             "solver": solver,
             "makespan_ms": report and report.makespan_ms,
             "lower_bound_ms": bound,
-            # To the best bound of all solvers.
+            # Relative to the best bound of all solvers.
             "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
             "imbalance": report and report.imbalance,
             "status": report.plan.status if report else "no plan",
@@ -377,7 +377,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, with colours in a terminal."""
+    """Return the rows as text, with colours in a terminal."""
     from dmuon.report.render import grid, ms_text, percent, printed
 
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
@@ -412,7 +412,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; 1 if a certificate does not hold."""
+    """Plan, compare or verify; return 1 if a certificate does not hold."""
     names = ("mesh", "solver", "json", "html", "save")
     given = [f"--{name}" for name in names if getattr(args, name) is not None]
     given += ["--compare"] * args.compare

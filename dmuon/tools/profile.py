@@ -32,7 +32,7 @@ from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import MODELS, positive, wrote
 from dmuon.types import PlanError
 
-_WIDTH = 110  # columns of what is printed to anything but a terminal
+_WIDTH = 110  # columns of output that is not to a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _all_ranks(device: torch.device) -> Iterator[Transport]:
-    """Those that torchrun has started, or this process alone."""
+    """Open a transport of all ranks that torchrun has started, or of this process alone."""
     if not dist.is_torchelastic_launched():
         yield Transport()
         return
@@ -107,8 +107,8 @@ _EXCHANGED = 1 << 14, 1 << 20, 3 << 20  # elements of a collective
 
 
 def measured_rates(transport: Transport, device: torch.device) -> Rates:
-    """What a training step takes beside Newton-Schulz, while all ranks work at once; of the slowest
-    one. Products are in float32 on a CPU, else in bfloat16. A collective call."""
+    """Measure the slowest rank's rates of a training step apart from Newton-Schulz, while all ranks
+    work. Products are in float32 on a CPU, else in bfloat16. A collective call."""
     dtype = torch.float32 if devices.of(device).is_cpu else torch.bfloat16
     x, w = (torch.ones(n, _WIDTHS[0], dtype=dtype, device=device) for n in (_TOKENS, _WIDTHS[1]))
     products = 2.0 * _TOKENS * math.prod(_WIDTHS) / slowest_s(transport, device, lambda: x @ w.mT)
@@ -116,8 +116,8 @@ def measured_rates(transport: Transport, device: torch.device) -> Rates:
 
 
 def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, float]:
-    """Seconds of a turn, and of a byte that a rank sends, by a fit to the frameworks' collectives
-    with the least relative errors."""
+    """Return the seconds of a turn, and of each byte that a rank sends, by a fit to frameworks'
+    collectives with the least relative errors."""
     world, rows, times = transport.world, [], []
     if world == 1:
         return 0.0, 0.0
@@ -141,7 +141,7 @@ def _of_exchanges(transport: Transport, device: torch.device) -> tuple[float, fl
 
 
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
-    """The matrices to measure for: the model's, or enough of each shape for every batch size."""
+    """Return the matrices to measure: the model's, or enough of each shape for every batch."""
     if args.model is not None:
         if not (matrices := model_specs(args.model, args.dtype).matrices):
             raise PlanError(f"--model {args.model} has no matrices")

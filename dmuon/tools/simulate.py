@@ -1,4 +1,4 @@
-"""Simulates a training step: what Muon costs on a mesh and a network, beside AdamW, and why.
+"""Simulates a training step: what Muon costs on a mesh and a network, against AdamW, and why.
 
 Nothing is measured and nothing runs. docs/simulate.md says how far to trust the numbers. Exit
 status 2 for a mistake, 3 for a crash of the command itself.
@@ -75,8 +75,8 @@ def period(text: str) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to train: ``steps`` by name, first what Muon is compared with; with a ``period`` its
-    full step and its block step. ``memory``: bytes of weights, gradients and state of a rank."""
+    """A way to train. ``steps`` by name: the baseline's, then Muon's, or with a ``period`` Muon's
+    full and block step. ``memory``: bytes of a rank's weights, gradients and state."""
 
     name: str
     job: sim.Job
@@ -87,7 +87,7 @@ class Setting:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **changed: Any) -> Setting:
-        """What the command line asks for, with these options changed."""
+        """Simulate the setting of the command line, with some options ``changed``."""
         given = argparse.Namespace(**{**vars(args), **changed})
         planned, shards, costs = planner(given)
         plan = planned(given.solver or "auto")
@@ -102,7 +102,7 @@ class Setting:
             machine = replace(machine, inside=1e9 * given.nvlink)
         sizes = [ITEM_SIZE.get(dtype, 0) for dtype in (given.param_dtype, given.reduce_dtype)]
         parts = given.recompute, given.active, given.tp, given.ep
-        # FSDP2 reduces gradients in the dtype of its products, others in the parameters'.
+        # FSDP2 reduces gradients in the dtype of its products, other wrappers in the parameters'.
         of_fsdp = sim.Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
         load = of_fsdp if is_cut else replace(of_fsdp, reduced=sizes[1])
         options = None if given.bucket is None else ShardedOptions(bucket_bytes=given.bucket)
@@ -112,7 +112,7 @@ class Setting:
         is_grid = has_replicas or plan.layout is Layout.DEDICATED
         sizes_of = "x".join(map(str, given.mesh if is_grid else [plan.topology.world]))
         name = f"{plan.layout.value}, {'HSDP ' * has_replicas}{sizes_of}"
-        # AdamW would not keep state at owners.
+        # AdamW has no owners to keep state at.
         base_of = {Layout.REDUCED: Layout.REPLICATED, Layout.DEDICATED: Layout.SHARDED}
         around = base_of.get(job.around, job.around)
         base = replace(job, around=around)
@@ -128,17 +128,17 @@ class Setting:
 
     @property
     def ms(self) -> float:
-        """Of a training step with Muon, on average."""
+        """Milliseconds of a training step with Muon, on average."""
         first, *others = [step.ms for step in self.steps.values()][1:]
         return first if not others else others[0] + (first - others[0]) / self.period
 
     @property
     def over(self) -> float:
-        """Relative to what it is compared with."""
+        """Time relative to that of the baseline."""
         return self.ms / next(iter(self.steps.values())).ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
+        """Return plain data, fit for JSON."""
         every = None if self.period == math.inf else self.period
         return {
             "setting": self.name, "period": every, "ms": self.ms, "over": self.over,
@@ -154,7 +154,7 @@ class Setting:
 
 
 def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
-    """What a script does, but for the period."""
+    """Return the lines of a script, with the call of `Muon` left open for the period."""
     size, parts = given.bucket, given.redundancy
     asked = [f'"planner": dmuon.PlannerOptions(redundancy={parts})'] * bool(parts)
     options = f"ShardedOptions(bucket_bytes={size})"
@@ -175,7 +175,7 @@ def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, and print or write what is found."""
+    """Simulate, and print or write the results."""
     if args.trace == "-":
         raise PlanError("--trace is a file: give a path, not -")
     for path in (args.json, args.trace):
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Setting, str]]) -> str:
-    """The answer, for a terminal."""
+    """Return the results as text for a terminal."""
     steps, first = setting.steps, "the slowest rank, ms"
     parts = {name: step.parts for name, step in steps.items()}
     table = grid([first, *steps], (first,))
@@ -244,9 +244,9 @@ _LOSS = (
 
 
 def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
-    """Layouts and HSDP's splits that fit, sharded ones with P = 1 and the period that is enough,
-    fastest first; then what other redundancies would do to the first sharded one with P = 1. With
-    why."""
+    """Return settings with reasons: layouts and HSDP's splits that fit, sharded ones with P = 1 and
+    with the period that is `enough`, fastest first; then the fastest sharded setting with P = 1
+    under other redundancies."""
     found, shards = list[tuple[Setting, str]](), list[tuple[Setting, dict[str, Any]]]()
     for way in _ways(args):
         if (one := Setting.of(args, **way)).memory > args.fits:
@@ -258,7 +258,7 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
                 found.append(other)
     if not found:
         raise PlanError(f"no layout keeps weights, gradients and state of a rank below {args.fits}")
-    found.sort(key=lambda pair: round(pair[0].ms, 6))  # the plainer one where they are equal
+    found.sort(key=lambda pair: round(pair[0].ms, 6))  # at equal times the plainer one first
     if not shards or math.prod(args.mesh) == 1:
         return found
     best, way = min(shards, key=lambda pair: pair[0].ms)
@@ -276,7 +276,7 @@ def advised(args: argparse.Namespace) -> list[tuple[Setting, str]]:
 
 
 def enough(one: Setting, periods: Sequence[float] = _PERIODS) -> tuple[Setting, str]:
-    """A sharded setting with the smallest period within 1% of block steps, or the last one."""
+    """Give a sharded setting the smallest period within 1% of block steps, or the last one."""
     block = sim.simulate(one.job, sim.block_step)
     mixed = [replace(one, period=p, steps={**one.steps, "block step": block}) for p in periods]
     found = next((each for each in mixed if each.ms <= 1.01 * block.ms), mixed[-1])
@@ -287,7 +287,7 @@ def enough(one: Setting, periods: Sequence[float] = _PERIODS) -> tuple[Setting, 
 
 
 def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Other layouts and meshes on the same ranks, as options of the command line."""
+    """Return other layouts and meshes on the same ranks, as options of the command line."""
     world = math.prod(args.mesh)
     each = min(world, args.ranks_per_node or args.mesh[-1])
     flat = {"ranks_per_node": each, "period": 1.0, "mesh": (world,), "axes": "dp"}
@@ -309,7 +309,7 @@ def _ways(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _why(one: Setting) -> str:
-    """What its step has beside forward and backward."""
+    """Describe the parts of a setting's step apart from forward and backward."""
     muon = [*one.steps.values()][1]
     waits = [(ms, kind[9:]) for kind, ms in muon.parts.items() if kind.startswith("wait for ")]
     longest = sorted(waits, reverse=True)[:3]
@@ -322,8 +322,8 @@ def _why(one: Setting) -> str:
 
 
 def trace(step: sim.Step) -> dict[str, Any]:
-    """Of https://ui.perfetto.dev: of each class of ranks what it does, and the wires; without what
-    it waits for."""
+    """Return a trace for https://ui.perfetto.dev: the work of each class of ranks, and the wires,
+    without times of waiting."""
     events = []
     for c in range(len(step.run.now)):
         for span in step.run.spans:
