@@ -1,8 +1,8 @@
-"""Checks a plan by itself: its makespan, its bound, its limits.
+"""Independent check of a plan: its makespan, its bound, its limits.
 
-No solver is asked and nothing is believed that the plan says of itself: the makespan is added up
-from its batches and stored prices, and the lower bound is shown again from the values it stores
-(see `patterns`), all in integers.
+The check asks no solver and believes no claim of the plan: it adds up the makespan from batches and
+stored prices, and proves the lower bound again from the stored values (see `patterns`), all in
+integers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dmuon.types import printable
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The verdict on a plan. ``ok``: nothing that the plan claims is wrong. ``proven``: so is its
-    lower bound. ``findings`` are what is wrong or missing."""
+    """The verdict on a plan. ``ok``: no claim of the plan is wrong. ``proven``: in addition, its
+    lower bound is proven. ``findings`` lists errors and missing parts."""
 
     ok: bool
     proven: bool
@@ -45,9 +45,9 @@ class Certificate:
 
 
 def certify(plan: OwnershipPlan) -> Certificate:
-    """Check a plan and the lower bound that it claims, in seconds, whatever the numbers in it.
-    SizeError: so many matrices, prices and domains that even this would take too long."""
-    if not plan.prices and plan.specs.matrices:  # a plan by hand
+    """Check a plan and its claimed lower bound, within seconds whatever numbers it contains.
+    SizeError if its matrices, prices and domains are so many that the check would take too long."""
+    if not plan.prices and plan.specs.matrices:  # a plan made by hand
         wrong = _short(_wrong_owners(plan))
         bare = "the plan stores no prices: its times are what it claims, and nothing bounds them"
         return Certificate(not wrong, False, plan.makespan_ms, 0.0, (bare, *wrong))
@@ -80,7 +80,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
 
 
 def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
-    """Ticks of the busiest owner, batch by batch, and batches that cannot be as they are."""
+    """Return the ticks of the busiest owner, added up by batch, and errors found in batches."""
     found = []
     loads = [problem.ticks(plan.limits.fixed_ms_of(r)) for r in range(plan.topology.world)]
     rows, domain_of = {row.key: row for row in plan.prices}, plan.limits.domain_of
@@ -106,7 +106,7 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 def _wrong_claims(
     plan: OwnershipPlan, problem: Problem, makespan: int, bound: int
 ) -> Iterator[str]:
-    """False claims of the plan about its bound, status and step."""
+    """Yield false claims of the plan about its bound, status and step."""
     if plan.proof is not None and bound < problem.ticks(plan.lower_bound_ms):
         what, proof = f"{plan.lower_bound_ms:.6g} ms", f"{problem.ms(bound):.6g} ms"
         yield f"the plan claims a lower bound of {what}; its values prove {proof}"

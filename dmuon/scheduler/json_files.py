@@ -1,7 +1,7 @@
-"""JSON files: plans, cost tables, the cache of costs.
+"""JSON files of plans, cost tables and cached costs.
 
-`decode` makes objects of the type that a hint names; a PlanError names the field by its path, what
-was found and what was expected.
+`decode` makes objects of the type that a hint names; its PlanError gives the path of the field, the
+value found and the value expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dmuon.types import PlanError
 
-# DeepSeek-V3, 45,090 matrices on 1,024 ranks: 5 million characters.
+# A plan of DeepSeek-V3, 45,090 matrices on 1,024 ranks, has 5 million characters.
 _MOST_CHARACTERS = 64 << 20
 _MOST_MESSAGE = 1_000  # characters of an error
 _LARGEST = {int: 1 << 62, float: 1e30}
@@ -36,8 +36,8 @@ _EXPECTED = {
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file; OSError if it cannot be read or is no regular one (a pipe may never end),
-    ValueError if it is larger than any plan or table or no UTF-8."""
+    """Return the text of a file. OSError if it cannot be read or is not a regular file (a pipe may
+    never end), ValueError if it is larger than any plan or table or is not UTF-8."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     with open(path, "rb") as file:
@@ -48,8 +48,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in UTF-8 so that nobody ever sees a part of it; OSError, and the file is as it
-    was, if that fails."""
+    """Write a UTF-8 file atomically, so that no reader ever sees a part of it. OSError if that
+    fails; the file then stays as it was."""
     path = Path(path)
     if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
@@ -59,7 +59,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise FileNotFoundError(
             f"cannot write {path}: the directory {path.parent} does not exist; create it first"
         )
-    # Not tempfile, whose files no one else may read: a cache directory may be shared.
+    # Not tempfile, whose files other users cannot read: a cache directory may be shared.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
         part.write_text(text, encoding="utf-8")
@@ -69,23 +69,23 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def parse(text: str) -> Any:
-    """The data in a JSON text; PlanError, which says what was found, if it is none."""
+    """Return the data in a JSON text; PlanError that quotes the text if it is not JSON."""
     try:
         return json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:  # also of thousands of digits
+    except (TypeError, ValueError, RecursionError) as error:  # or thousands of digits
         raise PlanError(f"expected JSON, found {_shown(text)} ({error})") from error
 
 
 def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> str:
-    """The hash of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
+    """Return a hash of data as JSON, whatever the order of keys; ``default`` as in `json.dumps`."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=default).encode()).hexdigest()
 
 
 def decode(hint: Any, data: Any, at: str = "") -> Any:
-    """An object of the type that a hint names, made from parsed JSON; ``at`` is its path.
+    """Make an object of the type that a hint names from parsed JSON; ``at`` is its path.
 
-    A dataclass is an object with all of its fields, or a list of them in order. Numbers are finite
-    and not negative. A PlanError begins with the path of what is wrong."""
+    A dataclass is read from a JSON object with all of its fields, or from a list of them in order.
+    Numbers must be finite and not negative. A PlanError begins with the path of the wrong value."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return data
@@ -116,7 +116,7 @@ def decode(hint: Any, data: Any, at: str = "") -> Any:
 
 
 def decode_fields(hints: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
-    """The values of an object by the type hint of each; other keys are left out."""
+    """Decode the fields of a JSON object by their type hints; other keys are ignored."""
     found = _record(data, at)
     for name in hints:
         if name not in found:
@@ -137,12 +137,12 @@ def _record(data: Any, at: str) -> dict[str, Any]:
 
 
 def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
-    """A list with an entry for each of ``parts``, or with any number of the first: ``int, ...``."""
+    """Decode a list with one entry per type in ``parts``, or with any number for ``int, ...``."""
     if not isinstance(data, list):
         _refuse(at, data, "a list")
     if ... in parts:
         if parts[0] is int and all(type(n) is int and 0 <= n <= _LARGEST[int] for n in data):
-            return tuple(data)  # millions, in large plans
+            return tuple(data)  # large plans have millions of numbers
         parts = parts[:1] * len(data)
     if len(data) != len(parts):
         _refuse(at, data, f"a list of {len(parts)} entries")
@@ -150,7 +150,7 @@ def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
 
 
 def different(values: Iterable[Hashable], what: str) -> None:
-    """Raise PlanError if one of ``values`` is there twice."""
+    """Raise PlanError if a value occurs twice."""
     seen: set[Hashable] = set()
     for value in values:
         if value in seen:
@@ -159,7 +159,7 @@ def different(values: Iterable[Hashable], what: str) -> None:
 
 
 def cut(message: str) -> str:
-    """A message, cut to a readable size."""
+    """Return a message, cut to a readable size."""
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} ..."
 
 

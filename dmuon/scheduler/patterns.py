@@ -1,20 +1,20 @@
-"""Exact answers about one makespan: what owners can take within it, and whether that is enough.
+"""Exact answers about one makespan: can all matrices find an owner within it?
 
-A *pattern* is how many matrices of each shape one owner of a class takes within a limit. Where all
-patterns that nothing can be added to are few, they are listed. A linear program shares the matrices
-out over patterns; its duals are a *value* per matrix of each shape. No plan meets the limit if all
-owners together hold less than the matrices are worth, whatever the values are::
+A *pattern* says how many matrices of each shape one owner of a class takes within a limit. If there
+are few maximal patterns, to which no matrix can be added, all are listed. A linear program
+distributes the matrices over patterns; its duals are a *value* per matrix of each shape. Whatever
+the values, no plan meets the limit if all owners together hold less than the matrices are worth::
 
     sum_c n_c * (largest worth of a pattern of class c)  <  sum_s value_s * d_s
 
-So a bound needs no trust in a solver: `refuted` repeats it in integers. Where values leave a gap,
-an exhaustive search over the listed patterns closes it if it is small. Where patterns are too many,
-worths are bounded from above on a grid of costs, and only patterns near those of the plan known so
-far are listed: enough to look for a better one, not to prove anything.
+So a bound needs no trust in a solver: `refuted` checks it again in integers. If values leave a gap,
+an exhaustive search over the listed patterns closes it, provided that it is small. If there are too
+many patterns, worths are bounded from above on a grid of costs, and only patterns near those of the
+best known plan are listed: enough to look for a better plan, but not to prove anything.
 
-A pattern may hold more matrices than there are; `spread` takes surplus away. For that, and so that
-maximal patterns are all that matter, a matrix more is counted as no cheaper than it is: by the
-least of ``C(k), C(k + 1), ...``, which is the cost itself unless prices fall with the batch.
+A pattern may hold more matrices than exist; `spread` removes the surplus. For that reason, and so
+that only maximal patterns matter, k matrices count as the least of ``C(k), C(k + 1), ...``, so that
+one more never costs less. This is the cost itself unless prices fall with the batch.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ import numpy.typing as npt
 from dmuon.scheduler.problem import Counts, Ints, Problem, Shape
 
 _MOST_LISTED = 6_000  # patterns of all classes together
-_ON_THE_WAY = 20  # times as many while they are listed
-_MOST_NEAR = 3_000  # patterns near known counts, where all are too many
-_MOST_TRIED = 20_000_000  # numbers formed to find these in a class
-_EXHAUSTED = 20_000_000  # numbers formed by one exhaustive search
+_ON_THE_WAY = 20  # times as many intermediate ones
+_MOST_NEAR = 3_000  # patterns near known counts, if there are too many to list all
+_MOST_TRIED = 20_000_000  # numbers computed to find these for a class
+_EXHAUSTED = 20_000_000  # numbers computed in one exhaustive search
 _GRID = 8_192  # steps of cost within a limit
-_GRID_WORK = 400_000_000  # numbers formed on the grid for one limit
-WORTH = 10**9  # of the most valuable matrix, about
-_NODES = 300  # of one branch and bound
-_MOST_SETS = 64  # of owners, whose own work is looked at
+_GRID_WORK = 400_000_000  # numbers computed on the grid for one limit
+WORTH = 10**9  # approximate value of the most valuable matrix
+_NODES = 300  # nodes of one branch and bound
+_MOST_SETS = 64  # sets of owners whose exclusive work is considered
 
 
 class EngineError(Exception):
-    """HiGHS raised, or answered with what are no numbers."""
+    """HiGHS raised an error, or returned values that are not numbers."""
 
 
 def has_engine() -> bool:
-    """Whether PuLP finds HiGHS here."""
+    """Return whether PuLP finds HiGHS here."""
 
     def find() -> bool:
         with suppress(ImportError):
@@ -54,7 +54,7 @@ def has_engine() -> bool:
             return "HiGHS" in pulp.listSolvers(onlyAvailable=True)
         return False
 
-    # On a stack of its own: PuLP keeps an exception of its import, and that all callers' frames.
+    # In a thread: PuLP stores an exception of its import, which would keep callers' frames alive.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(find).result()
 
@@ -63,9 +63,9 @@ def has_engine() -> bool:
 
 
 def simple_bound(problem: Problem) -> int:
-    """The best makespan in ticks that no plan beats for a simple reason: some rank is busy anyway;
-    all work, or the work that only some ranks may do, is shared by these ranks at best; or some
-    owner has its share of one shape, rounded up (the pigeonhole principle)."""
+    """Return the best simple lower bound of the makespan in ticks: the largest fixed load; all
+    work, or the work that only some ranks may do, spread evenly over these ranks; or an owner's
+    share of one shape, rounded up (the pigeonhole principle)."""
     best = int(problem.fixed.max(initial=0))
     owners = [tuple(np.flatnonzero(column).tolist()) for column in problem.allowed.T]
     everyone = tuple(range(problem.world))
@@ -88,7 +88,7 @@ def simple_bound(problem: Problem) -> int:
 
 
 def refuted(problem: Problem, limit: int, values: Sequence[int]) -> bool:
-    """True if no plan has a makespan of at most ``limit``, as these values show, or exhaustion."""
+    """Return True if ``values``, or exhaustion, prove that no plan's makespan is <= ``limit``."""
     if limit < simple_bound(problem):
         return True
     if not usable(problem, values):
@@ -105,18 +105,18 @@ def refuted(problem: Problem, limit: int, values: Sequence[int]) -> bool:
 
 
 def leaves_out(listed: Sequence[Ints]) -> bool:
-    """Whether some shape is in no pattern."""
+    """Return whether some shape is in no pattern."""
     return not np.concatenate(listed).any(0).all()
 
 
 def usable(problem: Problem, values: Sequence[int]) -> bool:
-    """Whether there is a value for each shape, and none so large that sums would overflow."""
+    """Return whether each shape has a value, and none is so large that sums would overflow."""
     within = all(0 <= value <= WORTH for value in values)
     return within and len(values) == len(problem.shapes)
 
 
 def is_short(problem: Problem, most: Sequence[int], worth: Ints) -> bool:
-    """Whether owners that hold at most so much by class, hold less than all matrices are worth."""
+    """Return whether owners that hold ``most``, by class, hold less than all matrices are worth."""
     held = sum(c.size * each for c, each in zip(problem.classes, most, strict=True))
     return held < int(worth @ problem.demand)
 
@@ -124,8 +124,8 @@ def is_short(problem: Problem, most: Sequence[int], worth: Ints) -> bool:
 def most_worth(
     problem: Problem, limit: int, worth: Ints, listed: Sequence[Ints] | None
 ) -> list[int] | None:
-    """By class, what an owner holds at most within a limit: exact if all patterns are ``listed``,
-    else rounded up; None where even that takes too much work."""
+    """Return, by class, the largest worth that an owner holds within a limit: exact if all patterns
+    are ``listed``, else an upper bound; None if even that takes too much work."""
     if listed is not None:
         return [int((rows @ worth).max(initial=0)) for rows in listed]
     free = [(c.allowed, max(limit - c.fixed, 0)) for c in problem.classes]
@@ -138,8 +138,8 @@ def most_worth(
 
 
 def _on_grid(costs: Sequence[Ints], worth: Ints, allowed: Sequence[bool], free: int) -> int:
-    """An upper bound of the worth that fits into ``free`` ticks: a knapsack over costs in steps of
-    a grid, each rounded down."""
+    """Return an upper bound of the worth that fits into ``free`` ticks: a knapsack over costs that
+    are rounded down to steps of a grid."""
     best: Ints = np.zeros(_GRID + 1, np.int64)
     for cost, value, yes in zip(costs, worth.tolist(), allowed, strict=True):
         if not yes or not value:
@@ -156,14 +156,14 @@ def _on_grid(costs: Sequence[Ints], worth: Ints, allowed: Sequence[bool], free: 
 
 
 def _at_least(shape: Shape) -> Ints:
-    """The least cost of k matrices or more."""
+    """Return the least cost of k or more matrices, by k."""
     least: Ints = np.minimum.accumulate(shape.ticks[::-1])[::-1]
     return least
 
 
 def every_pattern(problem: Problem, limit: int) -> list[Ints] | None:
-    """By class, all patterns [patterns, shapes] within a limit that nothing can be added to; None
-    where they are too many."""
+    """Return, by class, all maximal patterns [patterns, shapes] within a limit, to which no matrix
+    can be added; None if there are too many."""
     listed, left = [], _MOST_LISTED
     for c in range(len(problem.classes)):
         if (rows := _maximal(problem, c, limit, left)) is None:
@@ -179,7 +179,7 @@ def _maximal(problem: Problem, c: int, limit: int, most: int) -> Ints | None:
     if free < 0 or owner.room < 0:
         return np.zeros((0, len(shapes)), np.int64)
     costs = {s: _at_least(shapes[s]) for s in np.flatnonzero(owner.allowed).tolist()}
-    # The last shape takes what is left, so it is the one with the most choices.
+    # The last shape always takes as many as fit, so the shape with the most choices comes last.
     order = sorted(costs, key=lambda s: (int(np.searchsorted(costs[s], free, side="right")), s))
     rows, ticks, stored = np.zeros((1, len(shapes)), np.int64), *np.zeros((2, 1), np.int64)
     for s in order:
@@ -205,8 +205,8 @@ def _maximal(problem: Problem, c: int, limit: int, most: int) -> Ints | None:
 
 
 def near_patterns(problem: Problem, counts: Counts, limit: int) -> list[Ints]:
-    """By class, the fullest patterns within a limit that are near what owners take by ``counts``:
-    one or two matrices more, fewer or exchanged."""
+    """Return, by class, the fullest patterns within a limit that differ from an owner's ``counts``
+    by one or two matrices added, removed or exchanged."""
     step = np.eye(len(problem.shapes), dtype=np.int64)
     one = np.concatenate((0 * step[:1], step, -step))
     changes = np.unique((one[:, None] + one).reshape(len(one) ** 2, len(step)), axis=0)
@@ -232,9 +232,9 @@ def near_patterns(problem: Problem, counts: Counts, limit: int) -> list[Ints]:
 def exhaust(
     problem: Problem, listed: Sequence[Ints], worth: Ints, most: Sequence[int]
 ) -> tuple[Counts | None, bool]:
-    """(counts made of listed patterns, True), (None, True) if there are none, or (None, False) if
-    that takes too much work. Owner by owner, states are what is left of each shape; a state is
-    dropped if it is worth more than the owners left can hold."""
+    """Return (counts made of listed patterns, True), (None, True) if no such counts exist, or
+    (None, False) if the search takes too much work. A state is the matrices left of each shape
+    after an owner; it is dropped if they are worth more than the remaining owners can hold."""
     strides = [1]
     for count in problem.demand.tolist():
         strides.append(strides[-1] * (count + 1))
@@ -258,7 +258,7 @@ def exhaust(
                 return None, True
             states = left[pairs]
             steps.append((rank, listed[c], pairs))
-            if not states[0].any():  # the least number is that of nothing left
+            if not states[0].any():  # the lowest number means that no matrix is left
                 return _followed(problem, steps), True
     return None, True
 
@@ -275,10 +275,10 @@ def _followed(problem: Problem, steps: Sequence[tuple[int, Ints, Ints]]) -> Coun
 def shared_out(
     problem: Problem, listed: Sequence[Ints], time_limit_s: float, *, whole: bool
 ) -> tuple[float, npt.NDArray[np.float64]] | None:
-    """The linear program over patterns, by HiGHS: (how many times the owners that there are it
-    takes, the value of a matrix of each shape). With ``whole``, patterns are used whole times by
-    the owners that there are: (1, how often each is used). None if no solution is found. One thread
-    and limited nodes, so that equal input gives an equal answer."""
+    """Solve the linear program over patterns with HiGHS. Return (the multiple of the existing
+    owners that it needs, the value of a matrix of each shape). With ``whole``, the existing owners
+    use each pattern a whole number of times: (1, how often each is used). None if no solution is
+    found. One thread and a limit of nodes, so that equal input gives an equal answer."""
     import pulp
 
     taken = np.concatenate(listed)
@@ -304,7 +304,7 @@ def shared_out(
         model.solve(pulp.HiGHS(msg=False, mip=whole, timeLimit=time_limit_s, threads=1, **nodes))
     except KeyError:
         # PuLP has no name for HiGHS's status at its limit of nodes. A solution would have ended the
-        # search, because any is as good as another.
+        # search, because any solution is as good as another.
         return None
     except Exception as error:  # a solver may raise anything; planning must go on
         raise EngineError(f"HiGHS failed: {type(error).__name__}: {error}") from error
@@ -319,7 +319,7 @@ def shared_out(
 
 
 def counts_of(problem: Problem, listed: Sequence[Ints], used: npt.NDArray[np.float64]) -> Counts:
-    """The counts of owners that use patterns so often; what does not add up shows later."""
+    """Return the counts of owners that use patterns this often; they may turn out infeasible."""
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     first = 0
     for owner, rows in zip(problem.classes, listed, strict=True):
@@ -332,14 +332,14 @@ def counts_of(problem: Problem, listed: Sequence[Ints], used: npt.NDArray[np.flo
 
 
 def spread(problem: Problem, counts: Counts) -> None:
-    """Take surplus matrices away, each from the rank that gains most by it."""
+    """Remove surplus matrices, each from the rank that gains most by it."""
     loads = problem.loads(np.minimum(counts, problem.demand))
     for s, shape in enumerate(problem.shapes):
         for _ in range(int(counts[:, s].sum()) - shape.count):
             has = np.flatnonzero(counts[:, s])
             k = np.minimum(counts[has, s], shape.count)
             change = shape.ticks[k - 1] - shape.ticks[k]
-            # Prefer what shortens the longest; a removal may also lengthen (costs need not grow).
+            # Prefer the largest drop of a load. A removal may also add time: costs need not grow.
             best = np.lexsort((has, -loads[has], change))[0]
             loads[has[best]] += change[best]
             counts[has[best], s] -= 1

@@ -1,15 +1,15 @@
-"""The assignment problem behind a plan, in integers: shapes, classes of owners, what one can take;
-and its simplest solvers, which need no library.
+"""The assignment problem behind a plan, in integers: shapes, classes of owners and their limits;
+and the simplest solvers, which need no library.
 
-Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact
-and a proof needs no tolerance.
+Costs are whole ticks (picoseconds, or coarser if a model takes hours), so that sums are exact and a
+proof needs no tolerance.
 
 ::
 
     shapes     s = 0 .. S-1    d_s equal matrices, C_s(k) ticks for k of them on one owner
     classes    c = 0 .. I-1    n_c interchangeable owners: fixed ticks, free bytes, allowed shapes
-    forced                     matrices that a single rank may own: part of its fixed ticks
-    counts     x[rank, s]      how many of each shape a rank takes: what a solver decides
+    forced                     matrices that only one rank may own: part of its fixed ticks
+    counts     x[rank, s]      how many of each shape a rank takes; a solver decides it
     load       fixed_c + sum_s C_s(x[rank, s])          makespan = the largest load
 """
 
@@ -42,11 +42,11 @@ _MOST_TABLE = 100_000_000
 
 @lru_cache(maxsize=4096)
 def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
-    """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
+    """Return ``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
 
-    ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
-    every size is tried. Ties go to the smaller batch: less memory, and more that can travel
-    meanwhile. Kept, because hundreds of experts have equal prices and counts."""
+    ``price[b - 1]`` is the cost of one batch of b. It is neither concave nor monotone in general,
+    so every size is tried. Ties go to the smaller batch, which takes less memory and lets more
+    travel meanwhile. Results are cached: hundreds of experts have equal prices and counts."""
     prices = np.array(price, np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for k in range(1, count + 1):
@@ -60,11 +60,11 @@ def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Shape:
-    """``count`` interchangeable matrices: of one shape, dtype and domain.
+    """``count`` interchangeable matrices, all of one shape, dtype and domain.
 
     ``batch_ticks[b - 1]`` is the cost of one batch of b. ``domain`` is an index into
-    `OwnerLimits.domains`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
-    that lies with its owner. ``members`` are the matrices, as given."""
+    `OwnerLimits.domains`, or -1 for every rank. ``nbytes`` is the optimizer state that one matrix
+    puts on its owner. ``members`` are the indices of the matrices."""
 
     key: ShapeKey
     domain: int
@@ -79,7 +79,7 @@ class Shape:
         return cheapest(self.batch_ticks, self.count)[0]
 
     def batches(self, k: int) -> tuple[int, ...]:
-        """Sizes of a cheapest split of k matrices, largest first."""
+        """Return the batch sizes of a cheapest split of k matrices, largest first."""
         sizes, first = [], cheapest(self.batch_ticks, self.count)[1]
         while k:
             sizes.append(int(first[k]))
@@ -89,9 +89,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class OwnerClass:
-    """Interchangeable ranks. ``fixed`` ticks and ``room``, the bytes that each may store of
-    matrices' state, have the forced matrices' share in them; ``room`` is negative, and nothing
-    feasible, where fixed bytes alone exceed the memory cap."""
+    """Interchangeable ranks. ``fixed`` is the fixed load in ticks, ``room`` the bytes that each may
+    store of matrices' state; both account for forced matrices. ``room`` is negative, and no counts
+    are feasible, if fixed bytes alone exceed the memory cap."""
 
     ranks: tuple[int, ...]
     fixed: int  # ticks
@@ -105,7 +105,7 @@ class OwnerClass:
 
 @dataclass(frozen=True)
 class Problem:
-    """See the module's docstring. ``forced``: the ranks and shapes of domains of one rank."""
+    """See the module's docstring. ``forced`` has (rank, shape) for each domain of one rank."""
 
     shapes: tuple[Shape, ...]
     classes: tuple[OwnerClass, ...]
@@ -138,7 +138,7 @@ class Problem:
 
     @cached_property
     def fixed(self) -> Ints:
-        """Ticks that each rank is busy anyway, forced matrices included."""
+        """The fixed load of each rank in ticks, forced matrices included."""
         return np.array([c.fixed for c in self.classes], np.int64)[self.class_of]
 
     @cached_property
@@ -147,7 +147,7 @@ class Problem:
 
     @cached_property
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """[ranks, shapes]"""
+        """Whether a rank may own matrices of a shape, [ranks, shapes]."""
         return np.array([c.allowed for c in self.classes], np.bool_)[self.class_of]
 
     def loads(self, counts: Counts) -> Ints:
@@ -157,7 +157,7 @@ class Problem:
         return int(self.loads(counts).max())
 
     def is_feasible(self, counts: Counts) -> bool:
-        """Every matrix once, allowed owners only, and inside the memory cap."""
+        """Return whether each matrix has one allowed owner, within the memory cap."""
         return bool(
             (counts >= 0).all()
             and (counts.sum(0) == self.demand).all()
@@ -168,7 +168,7 @@ class Problem:
     def part(
         self, ranks: Sequence[Sequence[int]], demand: Ints
     ) -> tuple[Problem, list[int], list[int]]:
-        """(the problem of these ranks and so many matrices, numbered from 0, ranks, shapes)."""
+        """Return (the problem of some ranks and matrices, renumbered; old ranks; old shapes)."""
         chosen = np.flatnonzero(demand).tolist()
         numbers = [rank for some in ranks for rank in some]
         shapes = tuple(
@@ -193,12 +193,12 @@ def build_problem(
     without: Collection[int] = (),
     busy: Sequence[int] | Ints = (),
 ) -> Problem:
-    """Shapes and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
+    """Build the problem of a model on ``world`` ranks; permuting matrices changes only ``members``.
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
-    a single rank may own are no shapes, because these would make each rank a class of its own.
+    only one rank may own form no shapes, because these would make each rank a class of its own.
     ``without``: matrices with copies, which keep each rank ``busy`` for so many ticks.
-    PlanError: ``limits`` do not fit; SizeError: the problem is too large to be worked on."""
+    PlanError if ``limits`` do not fit, SizeError if the problem is too large to work on."""
     limits.check(len(matrices), world)
     total = math.fsum(prices[matrix.key][0] for matrix in matrices)
     most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
@@ -221,7 +221,7 @@ def build_problem(
             )
     shapes, forced = [], []
     for key, domain, mine in groups:
-        # Of param groups with other state the most, so that a plan keeps inside the cap.
+        # State may differ between param groups; the largest keeps a plan within the cap.
         nbytes = max(limits.state_bytes(i, matrices[i], layout) for i in mine)
         shape = Shape(key, domain, len(mine), nbytes, batch_ticks[key], mine)
         if domain >= 0 and len(limits.domains[domain]) == 1:
@@ -238,8 +238,8 @@ def _groups(
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
     without: Collection[int],
 ) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
-    """(shape, domain, matrices), the costliest first; of equal shapes the domains' ranks decide
-    (not their numbers, which depend on who was found first), and of equal domains a name."""
+    """Return (shape, domain, matrices), the costliest first. Equal shapes are ordered by their
+    domains' ranks (not by numbers, which depend on the order of discovery), then by a name."""
     domain_of = limits.domain_of or (-1,) * len(matrices)
     dealt_out = (i for i in range(len(matrices)) if i not in without)
     members = grouped(((matrices[i].key, domain_of[i]), i) for i in dealt_out)
@@ -253,7 +253,7 @@ def _classes(
     shapes: Sequence[Shape], forced: Sequence[tuple[int, Shape]], world: int, limits: OwnerLimits,
     scale: int, busy: Sequence[int] | Ints,
 ) -> tuple[OwnerClass, ...]:  # fmt: skip
-    """Ranks with equal fixed load, room and domains together, in order of their first rank."""
+    """Group ranks with equal fixed load, room and domains, in the order of their first rank."""
     more = busy if len(busy) else [0] * world
     fixed = [round(limits.fixed_ms_of(rank) * scale) + int(more[rank]) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
@@ -283,11 +283,11 @@ def _classes(
 
 # ---- without a solver: longest processing time, local search, round robin -----------------
 
-_MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans
-_MOST_EXCHANGES = 150_000_000  # exchanges looked at
+_MOST_MOVES = 4000  # in one local search: a work limit, so that equal input gives equal plans
+_MOST_EXCHANGES = 150_000_000  # exchanges examined
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
-_STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a shape one move takes along
-_AMOUNTS = 300  # of shapes that are tried in one exchange, the costliest shapes first
+_STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a shape one move takes
+_AMOUNTS = 300  # (shape, number) pairs that one exchange tries, the costliest shapes first
 _REPRESENTATIVES = 256
 _CHUNKS = (1, 2, 4, 8, 16)
 
@@ -298,9 +298,9 @@ def longest_first(
     tables: Sequence[Ints] | None = None,
     start: Ints | None = None,
 ) -> Counts | None:
-    """The costliest shape first, each ``chunk`` of matrices to the owner whose load stays lowest;
-    ties go to the lower rank. None if the memory cap leaves no owner. ``tables[s][k]`` is the load
-    of k matrices of shape s (default: with batching), ``start`` of each rank before (fixed)."""
+    """Assign the costliest shape first, each ``chunk`` of matrices to the owner whose load stays
+    lowest; ties go to the lower rank. None if the memory cap leaves no owner. ``tables[s][k]`` is
+    the load of k matrices of shape s (default: batched), ``start`` the initial loads (fixed)."""
     if tables is None:
         tables = [shape.ticks for shape in problem.shapes]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
@@ -331,8 +331,8 @@ def longest_first(
 
 
 def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
-    """Matrices in ``order`` to ranks 0, 1, 2, ... that may own them, whatever they cost: the
-    baseline. One that a single rank may own takes no turn. None if the memory cap is in the way."""
+    """Assign matrices in ``order`` to ranks 0, 1, 2, ... that may own them, whatever they cost: the
+    baseline. A matrix that only one rank may own takes no turn. None if the cap forbids it."""
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.shapes))]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
@@ -346,17 +346,17 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
         counts[rank, s] += 1
         room[rank] -= nbytes
         turn = (rank + 1) % problem.world
-    return counts if problem.is_feasible(counts) else None  # a rank without any may be over the cap
+    return counts if problem.is_feasible(counts) else None  # an idle rank may exceed the cap
 
 
 def greedy(
     problem: Problem, starts: Sequence[Counts], spent: Callable[[], bool] = lambda: False
 ) -> Counts | None:
-    """The best of several longest-first runs and of ``starts``, improved; None if none fits."""
+    """Return the best of several longest-first runs and ``starts``, improved; None if none fits."""
     largest = max((len(shape.batch_ticks) for shape in problem.shapes), default=1)
     found = [*starts, *(longest_first(problem, b) for b in _CHUNKS if b <= largest)]
     if problem.memory_cap is not None:
-        # Where the cap is tight: balance what owners store.
+        # For a tight cap: balance the bytes that owners store.
         free = np.minimum(problem.room, 1 << 50)
         stored = [np.arange(shape.count + 1) * shape.nbytes for shape in problem.shapes]
         found.append(longest_first(problem, 1, stored, free.max() - free))
@@ -369,7 +369,7 @@ def greedy(
 def baselines(
     problem: Problem, order: Sequence[int], spent: Callable[[], bool] = lambda: False
 ) -> dict[str, Counts]:
-    """The counts of "greedy" and "round_robin", if they find any; ``order`` as in `round_robin`."""
+    """Return counts of "greedy" and "round_robin", if found; ``order`` is for `round_robin`."""
     turns = round_robin(problem, order)
     starts = [] if turns is None else [turns]
     found = {"greedy": greedy(problem, starts, spent), "round_robin": turns}
@@ -377,8 +377,8 @@ def baselines(
 
 
 def improve(problem: Problem, counts: Counts, spent: Callable[[], bool] = lambda: False) -> Counts:
-    """Local search: lower the load of the busiest rank by moving or swapping a few matrices, while
-    that is possible. The makespan never rises. Memory caps and allowed owners are kept."""
+    """Improve counts by local search: lower the load of the busiest rank by moving or swapping a
+    few matrices, as long as that works. The makespan never rises; caps and allowed owners hold."""
     state = _State(problem, counts)
     for _ in range(_MOST_MOVES):
         if state.work <= 0 or spent():
@@ -397,8 +397,8 @@ class _State:
         self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.shapes) + 1)
 
     def exchange(self, b: int) -> bool:
-        """Give another rank some matrices of one shape, and maybe take some of another, where that
-        leaves the larger of the two loads lowest, and below that of rank ``b`` now."""
+        """Give another rank matrices of one shape, and maybe take some of another shape, so that
+        the larger of the two loads is lowest. False if that is not below ``b``'s load now."""
         others = self._representatives(b)
         gives = [(s, -j) for s, j in self._amounts([b])]
         if not len(others) or not gives:
@@ -431,7 +431,7 @@ class _State:
     def _changes(
         self, changes: Sequence[tuple[int, int]], ranks: Ints
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """[changes, ranks]: the ticks of so many more or fewer of a shape; which are possible."""
+        """Return the ticks that each change adds, and whether it is possible; [changes, ranks]."""
         ticks = np.zeros((len(changes), len(ranks)), np.int64)
         possible = np.ones(ticks.shape, np.bool_)
         counts, allowed = self.counts[ranks].T.copy(), self.problem.allowed[ranks].T
@@ -442,7 +442,7 @@ class _State:
         return ticks, possible
 
     def _representatives(self, b: int) -> Ints:
-        """Some ranks that are not alike, the least loaded first."""
+        """Return ranks less loaded than ``b``, no two of them alike, the least loaded first."""
         rows = np.column_stack((self.problem.class_of, self.counts))
         _, first = np.unique(rows @ self._weights, return_index=True)
         first = first[self.loads[first] < self.loads[b]]
@@ -450,7 +450,7 @@ class _State:
         return chosen
 
     def _amounts(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
-        """(shape, how many) that some of ``ranks`` could part with."""
+        """Return (shape, number) pairs that at least one of ``ranks`` could give away."""
         most = self.counts[list(ranks)].max(0)
         there = ((s, int(most[s])) for s in np.flatnonzero(most).tolist())
         return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
