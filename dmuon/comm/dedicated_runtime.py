@@ -88,7 +88,6 @@ class DedicatedRuntime(OwnersRuntime):
         self._options = options
         self._tensor_axes = tensor_axes
         self._muon = frozenset(self.plan.specs.muon_parameters())
-        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
         # Weights here, and `unstacker`, by a unit's first matrix.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
@@ -237,10 +236,8 @@ class DedicatedRuntime(OwnersRuntime):
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
         owned, update = reducer.owned, partial(self.update, apply, reducer.present)
+        computed = partial(self._computed, compute)
         self.prefetcher.begin_step()
-
-        def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            return self._computed(compute, unit, gradients, self._rms[unit.matrices[0]])
 
         for exchange in self._exchanges:
             exchange.run(computed, update)

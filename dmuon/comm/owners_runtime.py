@@ -101,6 +101,9 @@ class OwnersRuntime(LayoutRuntime):
         self.slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
         self._exchanges: list[Exchange] = []
+        self._rms: dict[
+            int, Tensor
+        ] = {}  # of the owner's updates ``[b]``, by a unit's first matrix
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -153,12 +156,10 @@ class OwnersRuntime(LayoutRuntime):
         present, matrices = self._bound.present, self.plan.specs.matrices
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
-    def _computed(
-        self, compute: Compute, unit: Unit, gradients: Tensor, rms: Tensor
-    ) -> Tensor | None:
+    def _computed(self, compute: Compute, unit: Unit, gradients: Tensor) -> Tensor | None:
         """Return the results of a unit, ``[b, rows, cols]``, undefined for matrices without a
         gradient; None if none has a gradient. The RMS of its updates are written to ``rms``."""
-        where = self._with_gradients(unit)
+        where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
         if len(where) < len(unit.matrices):
             rms.zero_()
         if not where:
@@ -261,6 +262,8 @@ class ReducedRuntime(OwnersRuntime):
             self._exchanges.append(Exchange(pipeline, self.units))
         counts = [len(unit.matrices) for unit in self.units]
         self._own_rms = torch.zeros(sum(counts), device=self.device)
+        parts = self._own_rms.split(counts) if counts else ()
+        self._rms = {u.matrices[0]: part for u, part in zip(self.units, parts, strict=True)}
         self._all_rms = torch.zeros_like(self._own_rms)
         reducer = reduction.GradientReducer(self.parameters, self.process_groups, buckets, owned)
         self.reducer = reducer
@@ -333,13 +336,12 @@ class ReducedRuntime(OwnersRuntime):
             )
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer, rms = self._bound, self._rms_of(self._own_rms)
+        reducer = self._bound
         # A copy, because the last updates are applied when gradients have been cleared.
         update = partial(self.update, apply, [*reducer.present])
 
         def computed(unit: Unit, _: Tensor) -> Tensor | None:
-            gradients = reducer.owned.stack(unit)
-            return self._computed(compute, unit, gradients, rms[unit.matrices[0]])
+            return self._computed(compute, unit, reducer.owned.stack(unit))
 
         for exchange in self._exchanges:
             exchange.run(computed, update)
@@ -348,11 +350,6 @@ class ReducedRuntime(OwnersRuntime):
         self.meter["rms"] += self._all_rms.nbytes
         self._work = self.transport.all_reduce(self._all_rms, tag="rms")
         reducer.clear()
-
-    def _rms_of(self, every: Tensor) -> dict[int, Tensor]:
-        """Split values of all matrices into views per unit, by its first matrix."""
-        parts = every.split([len(unit.matrices) for unit in self.units])
-        return {unit.matrices[0]: part for unit, part in zip(self.units, parts, strict=True)}
 
     def update_rms(self) -> tuple[list[int], Tensor]:
         self._work.wait()
