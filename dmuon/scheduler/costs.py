@@ -32,12 +32,12 @@ from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
 ORIGINS = ("measured", "derived", "interpolated", "estimated", "analytic", "given")
-"""How a price came about; "estimated" is scaled from what was measured, beyond its range. Plans of
-earlier versions have "derived" ones."""
+"""How a price came about; "estimated" prices are scaled from measured times, beyond their range.
+Only plans of earlier versions have "derived" prices."""
 
 
 def canonical_key(key: ShapeKey) -> ShapeKey:
-    """The wide form of a shape: a tall matrix runs the same products, from the right.
+    """Return the wide form of a shape; a tall matrix runs the same products, from the right.
 
     >>> canonical_key((6, 4, "float32"))
     (4, 6, 'float32')
@@ -51,8 +51,8 @@ BATCH_NUMEL = 1 << 25  # two buckets of the default size in half precision
 
 
 def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
-    """How many matrices one batch may have: ``max_batch``, with at most ``numel`` elements
-    together; one in any case.
+    """Return how many matrices one batch may have: at most ``max_batch``, with at most ``numel``
+    elements in all, but at least one.
 
     >>> [largest_batch(4096, cols, 16, BATCH_NUMEL) for cols in (256, 4096, 14336)]
     [16, 2, 1]
@@ -65,13 +65,12 @@ def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AnalyticDevice:
-    """A device class: ``flops`` that dense products in the NS dtype reach, ``bandwidth`` in bytes
-    per second, ``launch_s`` of one kernel, and ``half_batch_dim``, the matrix dim at which one
-    product reaches half of ``flops``. A rank sends ``link`` bytes per second inside its node, and
-    ``network`` to other nodes, while as many come. ``triangles``: symmetric products compute one
-    triangle. ``fitted`` (a CPU): to the operations of the standard form and the bytes of X; else
-    the cheaper form counts, with each kind of product's operations or its bytes, whichever take
-    longer."""
+    """A device class. Dense products in the NS dtype reach ``flops``, and half of that at a matrix
+    dim of ``half_batch_dim``; ``bandwidth`` is in bytes per second, ``launch_s`` is the overhead of
+    one kernel. A rank sends ``link`` bytes per second inside its node, and ``network`` to other
+    nodes, and can receive as many meanwhile. ``triangles``: symmetric products compute one
+    triangle. ``fitted`` (a CPU): the model adds the times of the standard form's operations and of
+    X's bytes. Else it takes the cheaper form, and the longer time for each kind of product."""
 
     flops: float
     bandwidth: float
@@ -87,15 +86,15 @@ class AnalyticDevice:
             raise PlanError(f"expected rates of at least 1 per second, found {self}")
 
     def standard_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
-        """Milliseconds of the standard form on a batch, ``rows`` <= ``cols``."""
+        """Return the milliseconds of the standard form on a batch, ``rows`` <= ``cols``."""
         half = 0.5 if self.triangles else 1.0
-        # X is read three times and written; a square written, and read twice for each product.
+        # X is read three times and written once; a square is written, and read twice per product.
         wide = 2 * (1 + half) * steps * cols * rows**2, 4.0 * steps * rows * cols
         square = 2 * half * steps * rows**3, 5.0 * steps * rows**2
         return self._ms(batch, rows, (wide, square), 3 * steps)
 
     def gram_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
-        """The same of the Gram form."""
+        """Return the milliseconds of the Gram form on a batch, ``rows`` <= ``cols``."""
         (segments, squares), half = gram_products(steps), 0.5 if self.triangles else 1.0
         wide = 2 * (1 + half) * segments * cols * rows**2, 3.0 * segments * cols * rows
         square = 2 * half * squares * rows**3, 4.0 * squares * rows**2
@@ -104,7 +103,7 @@ class AnalyticDevice:
     def _ms(
         self, batch: int, rows: int, products: tuple[tuple[float, float], ...], launches: int
     ) -> float:
-        """``products``: (operations, elements of two bytes that move) with X, and of squares."""
+        """Add up ``products``, (operations, two-byte elements that move), with X and of squares."""
         work = batch * float(rows) ** 2  # one small matrix leaves the device idle, a batch does not
         rate = self.flops * work / (work + self.half_batch_dim**2)
         times = [(operations / rate, 2 * moved / self.bandwidth) for operations, moved in products]
@@ -115,10 +114,10 @@ class AnalyticDevice:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What else a training step is made of, for `simulate`: operations per second of ``products``
-    in forward and backward, bytes per second of elementwise passes (``copies``), and of those into
-    ``new`` memory, seconds of a ``call`` of the host and of each ``turn`` of a collective, and of a
-    rank's own cores for each byte that it sends."""
+    """Rates of the rest of a training step, for `simulate`: operations per second of ``products``
+    in forward and backward; bytes per second of elementwise passes (``copies``), and of passes into
+    ``new`` memory; seconds of a host call (``call_s``), of each turn of a collective (``turn_s``),
+    and of a rank's own cores per byte that it sends (``sent_s``)."""
 
     products: float
     copies: float
@@ -128,9 +127,9 @@ class Rates:
     sent_s: float
 
 
-# By name: what a driver's name of it matches, the special ones first; dense half-precision
-# TFLOP/s by the data sheet, the part of these that large products reach (0.75 is assumed), HBM in
-# TB/s, GB/s one way to devices of the node, Gbit/s of its usual network card, `half_batch_dim`.
+# By name: a pattern of the driver's name for it, special ones first; dense half-precision TFLOP/s
+# from the data sheet; the fraction that large products reach (0.75 is assumed); HBM in TB/s; GB/s
+# one way to devices of the node; Gbit/s of its usual network card; `half_batch_dim`.
 _Row = tuple[str, float, float, float, float, float, float]
 _GPUS: Mapping[str, _Row] = {
     "a100-40gb": ("a100-sxm4-40gb", 312, 0.683, 1.555, 300, 200, 1024),
@@ -153,18 +152,18 @@ _GPUS: Mapping[str, _Row] = {
     "mi300x": ("mi300x", 1307, 0.5, 5.3, 448, 400, 1024),
     "ascend-910b": ("ascend ?910b.*", 313, 0.75, 1.6, 196, 200, 768),
 }
-_HBM_SHARE, _LINK_SHARE, NIC_SHARE = 0.9, 0.8, 0.9  # of the data sheet's rates that are reached
+_HBM_SHARE, _LINK_SHARE, NIC_SHARE = 0.9, 0.8, 0.9  # fractions of data sheets' rates
 
 
 def _gpu(row: _Row) -> AnalyticDevice:
     name, peak, reached, hbm, link, nic, half = row
     rates = 1e12 * peak * reached, 1e12 * hbm * _HBM_SHARE
     links = 1e9 * link * _LINK_SHARE, 1e9 / 8 * nic * NIC_SHARE
-    # Our Triton kernels are for GPUs of NVIDIA and AMD.
+    # Our Triton kernels run on GPUs of NVIDIA and AMD.
     return AnalyticDevice(*rates, 5e-6, half, *links, not name.startswith("ascend"), fitted=False)
 
 
-# CPU: fitted to measurements of one thread with AMX bf16, with gloo among its processes.
+# The CPU is fitted to measurements of one thread with AMX bf16, and of gloo between processes.
 ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
     {"cpu": AnalyticDevice(8.1e11, 7.3e9, 4.3e-5, 105.0)} | {n: _gpu(r) for n, r in _GPUS.items()}
 )
@@ -172,10 +171,10 @@ _KNOWN = ", ".join(sorted(ANALYTIC_DEVICES))
 
 
 def analytic_class(device_type: str, device_name: str = "") -> str:
-    """The row of `ANALYTIC_DEVICES` for a device of this type, by the name its driver gives.
+    """Return the row of `ANALYTIC_DEVICES` for a device, by its type and its driver's name for it.
 
     Raises:
-        PlanError: no row fits, as for a part of a GPU (MIG); says which there are.
+        PlanError: no row fits, for instance a part of a GPU (MIG); lists the rows.
 
     >>> analytic_class("cpu"), analytic_class("xpu", "NVIDIA H100 80GB HBM3")
     ('cpu', 'h100')
@@ -194,12 +193,12 @@ def analytic_class(device_type: str, device_name: str = "") -> str:
 
 
 def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
-    """Its row, or that of an H100 where there is none and measured times scale the model."""
+    """Return the device's row, or, without one, the H100's, which measured times will scale."""
     return device_of(device_name, device_type, 1) or ANALYTIC_DEVICES["h100"]
 
 
 def nic_bandwidth(text: str, ranks_per_node: int) -> float:
-    """Bytes per second that reach other nodes from each rank of a node, all of them sending.
+    """Return bytes per second to other nodes from each rank of a node while all of them send.
 
     >>> nic_bandwidth("400Gb/gpu", 8), nic_bandwidth("3.2Tb/node", 8)
     (45000000000.0, 45000000000.0)
@@ -213,8 +212,8 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
 
 
 def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:
-    """The device class that a `CostTable.source` or a driver tells, with the network card that it
-    names; None where it tells none."""
+    """Return the device class that a `CostTable.source` or a driver names, with the network card
+    that it names; None if it names no device class."""
     told, _, nic = source.partition(", nic ")
     kind, _, name = told.partition(":")
     try:
@@ -227,8 +226,8 @@ def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDev
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
-    """Floating point operations of the standard iteration: with m <= n, ``2K(2nm^2 + m^3)`` of K
-    steps (MuonBP, section 2).
+    """Return the floating point operations of the standard iteration: ``2K(2nm^2 + m^3)`` for K
+    steps and m <= n (MuonBP, section 2).
 
     >>> newton_schulz_flops(2, 3, 1)
     64.0
@@ -238,8 +237,8 @@ def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
 
 
 def gram_products(steps: int) -> tuple[int, int]:
-    """How often the Gram form forms `X X^T` (and multiplies X), and how many products of short side
-    x short side it takes, with a restart before step 2 and then every 3 steps.
+    """Return how often the Gram form computes `X X^T` (and multiplies X), and how many products of
+    short side x short side it needs, with a restart before step 2 and then every 3 steps.
 
     >>> gram_products(5)
     (2, 14)
@@ -256,19 +255,19 @@ class CostTable:
     """Costs in milliseconds: table entries, and estimates from them.
 
     ``entries`` maps ``(rows, cols, dtype)`` to milliseconds by batch size. The table keeps the wide
-    form of a shape: of one given both ways the larger time counts. A batch between two entries is
-    interpolated linearly; beyond the largest each matrix costs what it costs there. A shape without
-    any entry is estimated by the ``device``'s analytic model, times the median ratio of the entries
-    to that model; with ``device`` None it has no price. ``entry_origin``: how entries came about.
+    form of a shape; if both forms are given, the larger time counts. A batch between two entries is
+    interpolated linearly; beyond the largest entry, a matrix costs as much as in that entry. A
+    shape without entries is estimated by the ``device``'s analytic model, times the median ratio of
+    the entries to that model; without a ``device`` it has no price. ``entry_origin``: of `ORIGINS`.
 
-    ``kernels`` names likewise the kernel that took the time of an entry, or would run a batch whose
-    time was not reached. ``momentum``: prices are of momentum update, normalization and
-    Newton-Schulz, as where an owner keeps the momentum; else of Newton-Schulz alone. ``rates``:
-    what else a training step takes there, where that was measured.
+    ``kernels`` names, likewise, the kernel with which an entry was timed, or that would run a batch
+    that was not timed. ``momentum``: prices include the momentum update and the normalization, as
+    for an owner that keeps the momentum; else they are of Newton-Schulz alone. ``rates`` are those
+    of the rest of a training step, if measured.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
-            kernel is none.
+            kernel's name is invalid.
     """
 
     source: str
@@ -293,7 +292,7 @@ class CostTable:
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
     ) -> dict[ShapeKey, dict[int, Any]]:
-        """The given values, checked, by the wide form of each shape and batch sizes ascending."""
+        """Check values, and return them by the wide form of each shape and ascending batch size."""
         found: dict[ShapeKey, dict[int, Any]] = {}
         for key, by_batch in given.items():
             rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
@@ -314,7 +313,7 @@ class CostTable:
 
     @classmethod
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
-        """The model of a device class (see `ANALYTIC_DEVICES`)."""
+        """Return a table with the model of a device class (see `ANALYTIC_DEVICES`)."""
         device = device.lower()
         if device not in ANALYTIC_DEVICES:
             raise PlanError(f"costs='analytic:{device}': unknown device class; known: {_KNOWN}")
@@ -322,17 +321,17 @@ class CostTable:
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
 
     def on_network(self, nic: str, ranks_per_node: int) -> CostTable:
-        """The same prices with this network card (`nic_bandwidth`); PlanError if it is none."""
+        """Return the table with this network card; PlanError if `nic_bandwidth` cannot read it."""
         network, told = nic_bandwidth(nic, ranks_per_node), self.source.partition(", nic ")[0]
         device = self.device and replace(self.device, network=network)
         return replace(self, source=f"{told}, nic {nic}", device=device)
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
-        """Milliseconds of one update of ``batch`` matrices; PlanError if it has no price."""
+        """Return milliseconds of one update of ``batch`` matrices; PlanError without a price."""
         return self._price(key, batch)[0]
 
     def origin(self, key: ShapeKey, batch: int) -> str:
-        """How `batch_ms` came about: one of `ORIGINS`."""
+        """Return how `batch_ms` came about: one of `ORIGINS`."""
         return self._price(key, batch)[1]
 
     @cached_property
@@ -343,7 +342,7 @@ class CostTable:
         return statistics.median(ratios) if ratios else 1.0
 
     def _modelled(self, key: ShapeKey, batch: int) -> float:
-        """Milliseconds of Newton-Schulz by the analytic model, with the momentum update and the
+        """Return the milliseconds of Newton-Schulz by the analytic model, with momentum update and
         normalization if ``momentum``."""
         assert self.device is not None
         (rows, cols, dtype), device, steps = canonical_key(key), self.device, self.ns_steps
@@ -373,7 +372,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """The time of a batch from times by ascending batch size; one below all is filled up."""
+        """Return a batch's time and its origin; a batch smaller than all costs as the smallest."""
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
@@ -387,9 +386,9 @@ class CostTable:
         return min(max(ms, min(first, last)), max(first, last)), "interpolated"  # despite rounding
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
-        """The kernel of `batch_ms`; "" where none was named. A batch size with neither an entry nor
-        a kernel runs as the next larger one that has any, beyond the largest as the largest: a
-        kernel chosen for more work fills the device."""
+        """Return the kernel of `batch_ms`, or "" if none is named. A batch size with neither entry
+        nor kernel runs like the next larger size that has one, or like the largest: a kernel chosen
+        for more work fills the device."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
         names = self.kernels.get(canonical_key(key), {})
@@ -398,8 +397,8 @@ class CostTable:
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
 
     def updated(self, newer: CostTable) -> CostTable:
-        """This table with the entries and kernels of ``newer`` over its own; an entry without a
-        kernel replaces an earlier kernel, too."""
+        """Return this table updated with the entries and kernels of ``newer``; an entry without a
+        kernel removes the earlier kernel, too."""
         kept = {
             key: {b: kernel for b, kernel in by.items() if b not in newer.entries.get(key, ())}
             for key, by in self.kernels.items()
@@ -411,13 +410,13 @@ class CostTable:
         )
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` gives an equal table."""
+        """Return one JSON object, from which `from_json` makes an equal table."""
         return json.dumps(_data_of(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
-        """The table that `to_json` wrote; fields that it does not know are ignored. PlanError, with
-        ``where``, if it is no cost table, of another version, or has a wrong entry."""
+        """Return the table that `to_json` wrote; unknown fields are ignored. PlanError that names
+        ``where`` if the text is no cost table, has another version, or has a wrong entry."""
         try:
             data = parse(text)
             form = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -442,7 +441,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
-        """The table in a file; PlanError that names the file if there is none."""
+        """Return the table in a file; PlanError that names the file if it has none."""
         where = f"costs={os.fspath(path)!r}"
         return cls.from_json(_read(path, where), where)
 
@@ -451,7 +450,7 @@ def _merged(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, dict[in
     return {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
 
 
-_MOST_SIZE = 1 << 40  # of a side or a batch: its price still fits a float
+_MOST_SIZE = 1 << 40  # the largest side or batch: its price still fits a float
 
 
 def _is_size(value: object) -> bool:
@@ -472,11 +471,11 @@ def _named(kernel: object) -> bool:
 def resolve_costs(
     costs: Any, device_type: str, device_name: str = "", *, momentum: bool = True
 ) -> CostTable:
-    """The prices that the ``costs=`` argument of `dedicate_params` names; ``momentum`` is that of a
-    model of the device, which is known by the name that its driver gives.
+    """Return the prices that the ``costs=`` argument of `dedicate_params` names. An analytic model
+    takes ``momentum``, and finds the device by ``device_name``, as its driver calls it.
 
     Raises:
-        PlanError: an unknown name or type, or a file that is no cost table.
+        PlanError: the name or type is unknown, or the file is no cost table.
     """
     if isinstance(costs, CostTable):
         return costs
@@ -544,7 +543,7 @@ def _read(path: str | os.PathLike[str], where: str) -> str:
 
 
 def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the table in a file's data."""
+    """Return the fields of the table in a file's data."""
     if isinstance(data.get("device"), dict):  # earlier files have no links
         later = list(asdict(ANALYTIC_DEVICES["cpu"]).items())[4:]
         data = data | {"device": dict(later) | data["device"]}
@@ -559,7 +558,7 @@ def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, Any]]:
-    """Rows of a key and values by batch size, which JSON has as text."""
+    """Return rows by key, with values by batch size; JSON has these sizes as text."""
     found = []
     for *key, by_text in rows:
         for size in by_text:
@@ -571,14 +570,14 @@ def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, A
 
 
 # ---- the cache ---------------------------------------------------------------------------
-# One file per key: a cost table with its key and a digest. Nothing that goes wrong here stops
-# training: functions return the problem in words.
+# One file per key: a cost table with its key and a digest. No failure here stops training:
+# functions return a description of the problem.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Everything that a measured time depends on besides shape, parameter dtype and batch size:
-    ``device`` is the hardware and how much of it a process has, ``kernels`` backend and version."""
+    """Everything that a measured time depends on besides shape, parameter dtype and batch size.
+    ``device``: the hardware and a process's part of it. ``kernels``: backend and version."""
 
     device: str
     torch: str
@@ -588,7 +587,8 @@ class CacheKey:
     momentum: bool = True
 
     def file_name(self) -> str:
-        """
+        """Return the name of the cache file.
+
         >>> CacheKey("H200", "2.13.0", "torch-1", "float16", 5).file_name()
         'H200-torch2.13.0-float16-0a38fb6d95.json'
         """
@@ -598,8 +598,8 @@ class CacheKey:
 
 
 def cache_directory() -> Path | None:
-    """``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory. As in
-    https://specifications.freedesktop.org/basedir-spec/latest/ a relative path does not count."""
+    """Return ``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory. By
+    https://specifications.freedesktop.org/basedir-spec/latest/ a relative path is ignored."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser(os.path.join("~", ".cache"))
@@ -609,8 +609,8 @@ def cache_directory() -> Path | None:
 def read_cache(
     directory: str | os.PathLike[str], key: CacheKey
 ) -> tuple[CostTable | None, str | None]:
-    """The table cached for ``key``, and what was wrong if the file cannot be used. A kernel that it
-    names was chosen by measurement; a time without one is of the fixed rule's."""
+    """Return the table cached for ``key``, and the problem if the file cannot be used. Its kernels
+    were chosen by measurement; a time without a kernel is of the fixed rule's kernel."""
     path = Path(directory, key.file_name())
     if not os.path.lexists(path):
         return None, None
@@ -620,7 +620,7 @@ def read_cache(
     except PlanError as error:
         return None, f"{error}. It is ignored and rebuilt"
     data = json.loads(text)
-    # A changed digit in a time looks like a time.
+    # Nothing else would notice a changed digit in a time.
     if data.get("digest") != sha256(data | {"key": asdict(key), "digest": None}):
         why = f"its digest is not that of its content for {asdict(key)}"
         return None, f"{path} is damaged ({why}); it is ignored and rebuilt"
@@ -628,8 +628,8 @@ def read_cache(
 
 
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
-    """Merge ``table`` into the file of ``key``, over what it has; a problem, or None. Of two
-    processes that write at the same moment the later one counts; the other measures again."""
+    """Merge ``table`` into the file of ``key``, over its entries; return a problem, or None. If two
+    processes write at the same moment, the later one wins; the other will measure again."""
     path = Path(directory, key.file_name())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

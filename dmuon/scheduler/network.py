@@ -1,11 +1,11 @@
-"""A plan on its network: what its simulated step is made of, and the plan whose step ends first.
+"""A plan on its network: the parts of its simulated step, and the plan whose step ends first.
 
-Bytes are counted as `dmuon.comm.routes` sends them, of all ranks at once: by rank what it sends to
-its node and to others, and what comes.
+Bytes are counted as `dmuon.comm.routes` sends them, for all ranks at once: the bytes that each rank
+sends inside its node and to other nodes, and the bytes that it receives.
 
-Computing is cheap where the network is slow, and what each replica (or node, or rank) computes is
-not published to it. Of the matrices that cost least per element a share is computed so, and the
-rest is published: a mixture keeps cores and links busy at once. A simulated step says what is best.
+On a slow network it is cheaper that each replica (or node, or rank) computes a matrix than that an
+owner publishes it. A share of the matrices, the cheapest per element, is computed so, and the rest
+is published: a mixture keeps cores and links busy at once. Simulated steps decide on the share.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 _MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
-_CROWDED = 0.85  # of a link, what gloo's messages to several nodes at once reach: network.md
+_CROWDED = 0.85  # share of a link that gloo's messages to several nodes at once reach: network.md
 _NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
-Sets = tuple[tuple[int, ...], ...]  # of ranks that share updates
+Sets = tuple[tuple[int, ...], ...]  # sets of ranks that share updates
 
 
 # ---- what travels --------------------------------------------------------------------------
 
 
 class Routes:
-    """The buckets of a plan as they travel; an element has ``item`` bytes. ``classes`` are ranks,
-    one of each kind of ranks that do the same."""
+    """The buckets of a plan as they travel; an element has ``item`` bytes. ``classes`` has one rank
+    for each class of ranks that do the same."""
 
     def __init__(
         self, plan: OwnershipPlan, shards: ShardMap, sizes: Sizes, item: int, machine: sim.Machine
@@ -63,14 +63,14 @@ class Routes:
         self.node = np.array([plan.topology.node(rank) for rank in range(shards.world)])
         self._is_near = self.node[:, None] == self.node
         self._spreads: dict[Sets, sim.Floats] = {}
-        self._counts: dict[Sets, sim.Floats] = {}  # of ranks that each passes it on to
+        self._counts: dict[Sets, sim.Floats] = {}  # ranks that each passes data on to
         self._held: dict[tuple[object, ...], sim.Floats] = {}
 
     def is_local(self, unit: Unit) -> bool:
         return self.shards.is_local(unit.matrices[0], unit.copies)
 
     def each(self, units: Sequence[int], value: Callable[[Unit], float]) -> sim.Floats:
-        """[world]: the sum of a value over the units that each rank computes."""
+        """Return, [world], the sum of a value over the units that each rank computes."""
         found = np.zeros(self.shards.world)
         for u in units:
             found[[*self.owners[u]]] += value(self.units[u])
@@ -99,7 +99,7 @@ class Routes:
         return [self._bucket(members, *self._exchanges(members)) for members in self.cuts]
 
     def published(self) -> list[sim.Bucket]:
-        """What owners compute in `dedicated`, where nothing is sent in a step."""
+        """Return the buckets that owners compute in `dedicated`, where a step sends nothing."""
         cuts, _ = buckets_of(self.units, range(len(self.units)), self.sizes, self.item)
         return [self._bucket(members, _NOTHING, ()) for members in cuts]
 
@@ -116,13 +116,13 @@ class Routes:
         return sim.Bucket(gather, turns, **{k: self.of_classes(v) for k, v in by_rank.items()})
 
     def _place(self, matrix: int) -> tuple[Any, ...]:
-        """What says who holds how much of a matrix: items of a stack with one domain are alike."""
+        """Return a key of which ranks hold how much of a matrix; a stack's items may share one."""
         box, is_stack = self.shards.boxes[matrix], self.shards.specs.matrices[matrix].form.is_stack
         at = (box.offset[-2:], box.shape, box.steps[-2:]) if is_stack else box
         return self.shards.kind(matrix), self.shards.domains[matrix], at
 
     def _elements(self, matrix: int) -> sim.Floats:
-        """How many elements of a matrix each rank holds, [world]."""
+        """Return how many elements of a matrix each rank holds, [world]."""
         if (key := self._place(matrix)) not in self._held:
             found = self._held[key] = np.zeros(self.shards.world)
             for rank in self.shards.domains[matrix]:
@@ -130,9 +130,9 @@ class Routes:
         return self._held[key]
 
     def _spread(self, sets: Sets) -> sim.Floats:
-        """Who passes what it has on to whom, [2, 2, world, world] of 0 and 1: in the first turn to
-        the ranks of its column, in the second to those of its node (`Topology.columns_of`); of each
-        turn inside a node, and across."""
+        """Return [turn, (inside, across nodes), world, world], with 1 if a rank passes its data on
+        to another one: in the first turn to the ranks of its column, in the second to the ranks of
+        its node (`Topology.columns_of`)."""
         if sets not in self._spreads:
             found = np.zeros((2, self.shards.world, self.shards.world))
             for ranks in sets:
@@ -145,8 +145,8 @@ class Routes:
         return self._spreads[sets]
 
     def _exchanges(self, members: Sequence[int]) -> tuple[sim.Exchange, tuple[sim.Exchange, ...]]:
-        """The gather of a bucket, and one after the other what brings the updates. What
-        `Transport.all_gather` sends goes in rings on NCCL, and where the plan says so on gloo."""
+        """Return the gather of a bucket, and the exchanges, in order, that bring its updates.
+        `Transport.all_gather` uses rings on NCCL, and on gloo if the plan says so."""
         world, shards, topology = self.shards.world, self.shards, self.plan.topology
         every = np.arange(world)
         alike: dict[tuple[Any, ...], tuple[int, int, int]] = {}
@@ -155,11 +155,11 @@ class Routes:
             for i in unit.matrices:
                 key = self._place(i), self.owners[u]
                 alike[key] = i, u, alike.get(key, (0, 0, 0))[2] + 1
-        ways = np.zeros((2, 2, world))  # (near, far) x (sent, came), of the gather
+        ways = np.zeros((2, 2, world))  # the gather's (near, far) x (sent, received)
         sources: dict[Sets, sim.Floats] = defaultdict(lambda: np.zeros(world))
         for i, u, count in alike.values():
             numbers, owners = shards.replica_numbers(i), np.array(self.owners[u])
-            of_replica = np.full(numbers.max() + 2, -1)  # the last: of ranks without a part
+            of_replica = np.full(numbers.max() + 2, -1)  # the last: for ranks without a part
             of_replica[numbers[owners]] = owners
             owner = of_replica[numbers]
             pieces = count * self._elements(i) * (owner >= 0)
@@ -177,10 +177,10 @@ class Routes:
         return self._direct("gather", ways), (scatter, *turns)
 
     def _turns(self, sources: Mapping[Sets, sim.Floats], is_published: bool) -> list[sim.Exchange]:
-        """The all-gathers of what lies with the ranks in ``sources``, bytes [world] of each."""
+        """Return the all-gathers of ``sources``, the bytes that each rank has, [world], by sets."""
         purpose, world = "updates" if is_published else "replicate", self.shards.world
         is_cpu = self.machine.is_cpu
-        ways, rings = np.zeros((2, 2, 2, world)), np.zeros((2, 2))  # of each turn: (turns, hops)
+        ways, rings = np.zeros((2, 2, 2, world)), np.zeros((2, 2))  # by turn (turns, hops)
         for sets, own in sources.items():
             for turn, levels in enumerate(self._spread(sets)):
                 counts = self._counts[sets][turn]
@@ -196,8 +196,8 @@ class Routes:
         return [e for of in zip(ways, *rings.T) if (e := self._direct(purpose, *of))]
 
     def _direct(self, purpose: str, ways: Any, turns: float = 0, hops: float = 0) -> sim.Exchange:
-        """An all-to-all: bytes (inside, across nodes) x (sent, came) of each rank; or rings of so
-        many turns, of which so many go to other nodes."""
+        """Return an all-to-all of ``ways``, each rank's bytes (inside, across) x (sent, received);
+        or rings of so many ``turns``, of which ``hops`` go to other nodes."""
         across = float(ways[1].max())
         if self.machine.is_shared:  # a node has one network card
             most = max(float(np.bincount(self.node, way).max()) for way in ways[1])
@@ -209,7 +209,7 @@ class Routes:
 
 
 def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tuple[float, int]:
-    """Newton-Schulz of all blocks that a rank holds: ms, and in how many batches."""
+    """Return Newton-Schulz's milliseconds and number of batches for all blocks of a rank."""
     kinds = Counter[tuple[int, int, str]]()
     for i, matrix in enumerate(shards.specs.matrices):
         if (box := shards.piece(i, rank)).numel:
@@ -225,7 +225,7 @@ def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tupl
 
 
 def _unevenness(plan: OwnershipPlan, places: int) -> float:
-    """What the busiest owner of two layers in turn, which travel at once, has of their matrices,
+    """Return the busiest owner's share of two consecutive layers, which travel at the same time,
     relative to an even share."""
     owned: dict[str, Counter[int]] = defaultdict(Counter)
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
@@ -236,7 +236,7 @@ def _unevenness(plan: OwnershipPlan, places: int) -> float:
 
 
 def _groups(plan: OwnershipPlan, ep: int, tp: int) -> sim.Groups:
-    """FSDP2 shards over all axes but those of replicas, tp and, of experts, ep, the innermost."""
+    """Return the groups of FSDP2, which shards over all ranks but replicas, tp and (experts) ep."""
     topology = plan.topology
     every = range(len(topology.shape))
     axes = [i for i in every if holds_replicas(topology.axes[i])]
@@ -258,8 +258,8 @@ def job_of(
     options: ShardedOptions | None = None,
     **how: bool,
 ) -> sim.Job:
-    """All that a training step of this plan is made of; ``costs`` price blocks, too, and ``how``
-    goes to `Job`. Without a ``load`` the optimizer's part alone."""
+    """Return the job of a training step of this plan; ``costs`` price blocks, too, and ``how`` is
+    passed to `Job`. Without a ``load`` the job is the optimizer's part alone."""
     is_alone, load = load is None, load or sim.Load(0, 0)
     specs, layout = plan.specs, plan.layout
     kernel = next((batch.kernel for batch in plan.batches if batch.kernel), "")
@@ -269,7 +269,7 @@ def job_of(
     groups = _groups(plan, load.ep, load.tp)
     is_dedicated = layout is Layout.DEDICATED
     places_alone = is_dedicated or (layout is Layout.REDUCED and plan.topology.world == 1)
-    # Messages from each owner on gloo; NCCL passes them on in rings.
+    # On gloo each owner sends its own messages; NCCL passes them on in rings.
     uneven = _unevenness(plan, groups.shards.ranks) if is_dedicated and machine.is_cpu else 1.0
     nbytes = 8.0 * len(specs.matrices)
     verdict = sim.collective("verdict", "all_reduce", nbytes, groups.world, is_gloo=machine.is_cpu)
@@ -283,7 +283,7 @@ def job_of(
 
 
 def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone: bool) -> sim.Work:
-    """``places``: shards of what a rank of `dedicated` holds with FSDP2 or owners."""
+    """Return the elements and times of a step; ``places`` ranks of `dedicated` share a replica."""
     shards, specs = routes.shards, routes.plan.specs
     muon, adam = specs.muon_parameters(), specs.adamw_parameters()
 
@@ -307,17 +307,17 @@ def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone:
 
 # ---- the plan whose step ends first ---------------------------------------------------------
 
-_GAIN = 0.02  # of the optimizer's part of a step: by less nothing is changed
-_COPIES_GAIN = 0.2  # by less nothing is computed more than once: a simulation errs as much
-# Of what is computed in each part; the first ones where there is time for few.
+_GAIN = 0.02  # of the optimizer's part of a step; nothing is changed for less
+_COPIES_GAIN = 0.2  # nothing is computed more than once for less: a simulation errs as much
+# Shares of elements to compute in each part, in the order in which they are tried.
 _SHARES = (1.0, 0.5, 0.75, 0.25, 0.875, 0.625, 0.375, 0.125, 0.0)
-_SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # of buckets, in bytes
-_MOST_LOOKED_AT, _MOST_SIMULATED = 100_000, 3_000  # matrices, in all plans and of a model
+_SIZES = (16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18)  # bytes of a bucket
+_MOST_LOOKED_AT, _MOST_SIMULATED = 100_000, 3_000  # matrices, in all plans and in a model
 
 
 def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Parts]:
-    """The parts of a mesh by which a matrix with such replicas can be computed: those of a node
-    together, and each by itself; the fewest first.
+    """Return the ways to divide a mesh into parts that each compute a matrix with these replicas:
+    a node's replicas together, and each replica by itself; the fewest parts first.
 
     >>> parts_of([(0,), (1,), (2,), (3,)], Topology.flat(4, ranks_per_node=2))
     [((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))]
@@ -330,8 +330,8 @@ def parts_of(replicas: Sequence[Sequence[int]], topology: Topology) -> list[Part
 
 
 class Search:
-    """Looks for the way in which a step ends first. ``make`` plans a way, ``ms_of`` simulates it
-    at a cost ``of_each``; ``parts`` are those that each matrix may have, beside ``start``'s."""
+    """Searches for the way whose step ends first. ``make`` plans a way, ``ms_of`` simulates it at a
+    cost ``of_each``; ``parts`` has the possible parts of matrices, beside those in ``start``."""
 
     def __init__(
         self, start: Way, make: Callable[[Way], OwnershipPlan], ms_of: Callable[[OwnershipPlan],
@@ -344,12 +344,12 @@ class Search:
         prices = {row.key: row.ms[0] for row in plan.prices}
         matrices = plan.specs.matrices
         self._numel = [m.numel for m in matrices]
-        # What costs least per element first, and of equal ones the last, which are published last.
+        # The cheapest per element first; of equal ones the last first: they are published last.
         each = [(prices[m.key] / m.numel, m.key, -i) for i, m in enumerate(matrices)]
         self._order = sorted(parts, key=each.__getitem__)
 
     def redundant(self, level: int, share: float) -> dict[int, Parts]:
-        """So large a share of all elements, with the parts of a level, or the most there are."""
+        """Choose matrices with this share of all elements, each with its parts of this level."""
         chosen: dict[int, Parts] = {}
         left = share * sum(self._numel[i] for i in self._order)
         for i in self._order:
@@ -360,7 +360,7 @@ class Search:
         return chosen
 
     def run(self, sizes: Sequence[int]) -> None:
-        """First without copies, then with them, which must save `_COPIES_GAIN`."""
+        """Search without copies, then with copies, which must save `_COPIES_GAIN`."""
         levels = range(max(map(len, self._parts.values()), default=0))
         kept = (self._left + 1) // 2 if levels else 0
         self._left -= kept
@@ -374,10 +374,10 @@ class Search:
             self.best = self._start
 
     def _climb(self, sizes: Sequence[int], levels: Sequence[int]) -> None:
-        """Change one thing after the other, as long as the step becomes shorter."""
+        """Change one property of the way after another, as long as the step becomes shorter."""
         while self._left > 0:
             before = self.ms
-            for level in levels:  # in the buckets, and so in the batches, of the start too
+            for level in levels:  # also with the buckets, and so the batches, of the start
                 sized = dict.fromkeys((self.best.bucket_bytes, self._start.bucket_bytes))
                 some = product(sized, (self.redundant(level, share) for share in _SHARES))
                 self._try(replace(self.best, bucket_bytes=n, redundant=of) for n, of in some)
@@ -394,7 +394,7 @@ class Search:
             self._left -= 1
             try:
                 plan = self._make(way)
-            except PlanError:  # of state that variants keep with each copy there is too much
+            except PlanError:  # too much state, because variants keep some with each copy
                 continue
             if (ms := self._ms_of(plan)) < (1 - 1e-6) * self.ms:
                 self.best, self.ms = way, ms
@@ -415,8 +415,8 @@ def planned(
     asked: ShardedOptions | None = None,
     differ: str = "",
 ) -> OwnershipPlan:
-    """The plan whose simulated step ends first, of those that `solve` makes. ``asked``: options of
-    the layout; ``differ``: why copies would not compute the same bits, if they would not."""
+    """Return the plan of `solve` whose simulated step ends first. ``asked`` are the options of the
+    layout; ``differ`` says why copies would not compute the same bits, or is empty."""
 
     def make(way: Way, by: str = solver) -> OwnershipPlan:
         size = min(batch_bytes, BATCH_BUCKETS * (way.bucket_bytes or batch_bytes))
@@ -432,7 +432,7 @@ def planned(
         return make(Way())
     start = Way({i: each for i, of in parts.items() for each in of if len(each) == redundancy})
     machine, unknown = _machine(costs, topology, options.links)
-    is_large = len(specs.matrices) > _MOST_SIMULATED  # of which one plan takes seconds
+    is_large = len(specs.matrices) > _MOST_SIMULATED  # one plan takes seconds
     quick, free = ("round_robin", {}) if solver == "round_robin" else ("greedy", parts)
     free = free if redundancy == "auto" else {}
     if machine is None or (is_large and not free):
@@ -448,8 +448,8 @@ def planned(
     search = Search(start, partial(make, by=quick), ms_of, free, of_each, rings)
     search.run(() if is_large else sizes)
     best, plan = search.best, make(search.best)
-    if solver == "auto" and not is_large:  # whichever solver is the best by makespan
-        with suppress(PlanError):  # of a memory cap that it does not fit
+    if solver == "auto" and not is_large:  # the best makespan need not give the best step
+        with suppress(PlanError):  # it may exceed a memory cap
             in_turn = partial(make, by="round_robin")
             other = Search(replace(best, bucket_bytes=None), in_turn, ms_of, {}, of_each, rings)
             other.run(sizes)
@@ -458,14 +458,14 @@ def planned(
     whole = replace(best, redundant={i: of[-1] for i, of in parts.items()}, by_shape=False)
     once_ms = search.first_ms if redundancy in (1, "auto") else ms_of(make(Way()))
     copied_ms = None
-    with suppress(PlanError):  # of a memory cap that so many copies do not fit
+    with suppress(PlanError):  # so many copies may exceed a memory cap
         copied_ms = ms_of(make(whole)) if parts else None
     step = StepTimes(ms_of(plan), once_ms, copied_ms, plan.work_ms, sim.link_ms(job(plan)))
     return _noted(replace(plan, step=step), note)
 
 
 def _machine(costs: CostTable, topology: Topology, links: str) -> tuple[sim.Machine | None, str]:
-    """None if link rates are unknown, and the reason if the user gave links."""
+    """Return the machine, or None if link rates are unknown, and why if the user gave links."""
     try:
         return sim.Machine.of(costs, topology), ""
     except PlanError as error:
@@ -473,7 +473,7 @@ def _machine(costs: CostTable, topology: Topology, links: str) -> tuple[sim.Mach
 
 
 def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, list[Parts]]:
-    """Those by which each matrix can be computed more than once."""
+    """Return, by matrix, the parts (`parts_of`) that can each compute it."""
     every = () if layout.keeps_state_at_owners else range(len(shards.specs.matrices))
     return {i: of for i in every if (of := parts_of(shards.replicas(i), topology))}
 
@@ -481,7 +481,7 @@ def _parts(shards: ShardMap, topology: Topology, layout: Layout) -> dict[int, li
 def _redundancy(
     parts: Mapping[int, Sequence[Parts]], asked: str | int, differ: str, layout: Layout
 ) -> tuple[str | int, str]:
-    """What was ``asked`` for, or 1 and why; PlanError if no ``parts`` are so many."""
+    """Return the redundancy ``asked`` for, or 1 and why; PlanError if no ``parts`` are so many."""
     ends = sorted({1, *(len(each) for of in parts.values() for each in of)})
     if layout.keeps_state_at_owners and asked not in ("auto", 1):
         raise PlanError(
@@ -499,7 +499,7 @@ def _redundancy(
 
 
 def _bounded(plan: OwnershipPlan, other: OwnershipPlan) -> OwnershipPlan:
-    """``plan`` with the bound of another one by the same prices, which holds for both."""
+    """Return ``plan`` with the bound of another plan, which holds for it if prices are equal."""
     if plan.prices != other.prices:
         return plan
     status = "optimal" if plan.makespan_ms <= other.lower_bound_ms else plan.status

@@ -6,7 +6,7 @@
     owner       2  3  1  3   0    2  |  1  2  3  1   0    1  | ...
     batches    rank 0: [up0 up1 ...]    rank 1: [q1 v0 o1 ...] [down1 ...]   ...
 
-A batch is one shape, one owner, one kernel.
+A batch has one shape, one owner, one kernel.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 FORMAT_VERSION = 15
-_BEFORE = 14  # read, too
-_BUCKETS, _LEAST_BYTES = 4, 1 << 21  # of a model with few bytes, where nothing else is asked for
+_BEFORE = 14  # an older version that can still be read
+_BUCKETS, _LEAST_BYTES = 4, 1 << 21  # by default so many buckets, if all get so many bytes
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 
 
 Parts = tuple[tuple[int, ...], ...]
-"""Sets of ranks of one size, each of which may compute a matrix by itself."""
+"""Sets of ranks, all of one size, each of which may compute a matrix by itself."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is cut. ``redundant``: matrices, with the parts that compute each by themselves;
-    ``bucket_bytes``: the size of buckets (None: the layout's own); ``by_shape``: owners come to
-    matrices of one shape at one time, else in the order in which the next forward needs them;
-    ``rings``: all-gathers between more than two nodes go in rings on gloo, too."""
+    """How a step is divided. ``redundant``: the parts of the mesh that each compute a matrix, by
+    matrix; ``bucket_bytes``: the size of buckets (None: the layout's own); ``by_shape``: all owners
+    compute one shape at a time, else matrices in the order in which the next forward needs them;
+    ``rings``: all-gathers between more than two nodes use rings on gloo, too."""
 
     redundant: Mapping[int, Parts] = field(default_factory=dict)
     bucket_bytes: int | None = None
@@ -55,10 +55,10 @@ class Way:
 class Batch:
     """Matrices of one shape that their owner orthogonalizes together.
 
-    ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time; ``kernel`` as
-    `KernelChoice` writes it, or "" for the fixed rule at run time. ``copies``, if any, the owner
-    first, compute all of it each (redundancy): one for each part of the mesh, whose ranks take its
-    result."""
+    ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time; ``kernel`` is
+    the text of a `KernelChoice`, or "" for the fixed rule at run time. ``copies``, if any, are the
+    ranks that each compute the whole batch (redundancy), the owner first: one for each part of the
+    mesh, whose ranks take its result."""
 
     owner: int
     matrices: tuple[int, ...]
@@ -68,15 +68,15 @@ class Batch:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that work on it."""
+        """All ranks that compute the batch."""
         return self.copies or (self.owner,)
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRow:
     """The prices of one shape in planning: milliseconds of batches of 1, 2, 3, ... matrices.
-    ``origin`` says of each where it comes from (`costs.ORIGINS`), ``kernels``, if any, which kernel
-    it is of."""
+    ``origin`` says where each price comes from (`costs.ORIGINS`), ``kernels``, if any, which kernel
+    takes that time."""
 
     key: ShapeKey
     ms: tuple[float, ...]
@@ -98,16 +98,16 @@ class PriceRow:
             _check_kernel(kernel)
 
     def kernel(self, batch: int) -> str:
-        """The kernel of a batch of this size, "" for none."""
+        """Return the kernel of a batch of this size, "" for none."""
         return self.kernels[batch - 1] if batch <= len(self.kernels) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of the optimizer's part of a simulated step: as planned; with one owner per
-    matrix and the layout's own buckets (``once_ms``); where each part of the mesh computes all by
-    itself (``copied_ms``; None: there are no parts). ``work_ms`` is Newton-Schulz, the mean of all
-    ranks, ``link_ms`` what the links carry, if nothing waits: no order of it is faster."""
+    """Milliseconds of the optimizer's part of a simulated step: as planned (``ms``); with one owner
+    per matrix and the layout's own buckets (``once_ms``); with all matrices computed by each part
+    of the mesh (``copied_ms``; None: impossible). ``work_ms`` is Newton-Schulz, averaged over
+    ranks; ``link_ms`` is the traffic if the links never wait: no order of sending is faster."""
 
     ms: float
     once_ms: float
@@ -118,8 +118,8 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How a plan was found: makespans of other solvers, the MILP ``engine``, a ``note`` where
-    something else was done than asked for, and whether the plan depends on the clock."""
+    """How a plan was found: makespans of other solvers, the MILP ``engine``, a ``note`` if the plan
+    differs from the request, and whether the plan depends on the clock."""
 
     alternatives: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
@@ -130,14 +130,14 @@ class Search:
 
 @dataclass(frozen=True, repr=False)
 class OwnershipPlan:
-    """Who owns which matrix, in which batches, and how good that is.
+    """The owner of every matrix, the batches, and a bound on how good a plan can be.
 
-    ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``, as the
-    values of matrices in ``proof`` show (`patterns.refuted`; empty: simple reasons are enough;
-    None in a plan by hand).
+    ``lower_bound_ms``: no assignment has a smaller makespan under the same ``prices``. The values
+    of matrices in ``proof`` prove it (`patterns.refuted`; empty: simple reasons are enough; None in
+    a plan made by hand).
 
-    ``bucket_bytes``: the size of buckets that was chosen (None: the layout's own), and ``rings``
-    as in `Way`. ``step`` is what was simulated to choose (None: nothing is known of links, or
+    ``bucket_bytes`` is the chosen size of buckets (None: the layout's own), ``rings`` is as in
+    `Way`. ``step`` has the simulated times behind these choices (None: link rates are unknown, or
     nothing travels).
     """
 
@@ -190,12 +190,12 @@ class OwnershipPlan:
         for batch in self.batches:
             for rank in batch.ranks:
                 loads[rank] += batch.ms
-        # Costs are whole ticks, at the finest picoseconds: what is beyond that is noise of adding.
+        # Costs are whole ticks, at the finest picoseconds; smaller digits are errors of the sum.
         return tuple(round(load, 9) for load in loads)
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer state of each rank: fixed, and of the matrices it owns."""
+        """Bytes of optimizer state of each rank: fixed bytes, and the state of its own matrices."""
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
         for i, (matrix, owners) in enumerate(zip(self.specs.matrices, self.copies, strict=True)):
             for owner in owners:
@@ -204,7 +204,7 @@ class OwnershipPlan:
 
     @property
     def work_ms(self) -> float:
-        """Predicted milliseconds of all batches, the mean of all ranks."""
+        """Predicted milliseconds of all batches, averaged over ranks."""
         return math.fsum(b.ms * len(b.ranks) for b in self.batches) / self.topology.world
 
     @property
@@ -213,7 +213,7 @@ class OwnershipPlan:
         return max(self.loads_ms)
 
     def owned_by(self, rank: int) -> tuple[str, ...]:
-        """Names of the matrices that ``rank`` orthogonalizes, in registration order."""
+        """Return the names of the matrices that ``rank`` orthogonalizes, in registration order."""
         mine = sorted(i for b in self.batches if rank in b.ranks for i in b.matrices)
         return tuple(self.specs.matrices[i].name for i in mine)
 
@@ -225,13 +225,13 @@ class OwnershipPlan:
             + (m.dtype, m.start, m.form, m.steps)
             for m in specs.matrices
         ]
-        # In terms of names: independent of the order of the parameters.
+        # By name, because the order of the parameters must not matter.
         data = {
             "format": FORMAT_VERSION,
             "parameters": sorted(specs.parameters, key=lambda p: p.name),
             "frozen": sorted(specs.frozen, key=lambda p: p.name),
             "matrices": sorted(matrices),
-            "topology": _plain(self.topology) | {"axes": None},  # names decide nothing
+            "topology": _plain(self.topology) | {"axes": None},  # axis names do not matter
             "batches": [
                 (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel)
                 for b in self.batches
@@ -245,20 +245,20 @@ class OwnershipPlan:
         return sha256(data, _plain)[:16]
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides what runs where; equal on ranks that agree."""
+        """Return a hash of all that decides which work runs where; equal on ranks that agree."""
         return self._fingerprint
 
     def to_json(self) -> str:
-        """One JSON object, with the fingerprint; `from_json` gives an equal plan."""
+        """Return one JSON object, with the fingerprint; `from_json` makes an equal plan of it."""
         data = {"format": FORMAT_VERSION, "fingerprint": self.fingerprint()} | _plain(self)
         return json.dumps(data, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> OwnershipPlan:
-        """The plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: no plan, of another format, or changed since; says which field.
+            PlanError: the text is no plan, has another format, or was changed; names the field.
         """
         try:
             data = parse(text)
@@ -267,7 +267,7 @@ class OwnershipPlan:
                 raise PlanError(
                     f"found format {version!r}, this version reads {_BEFORE} and {FORMAT_VERSION}"
                 )
-            # The proofs of the format before are of a kind that is not read any more.
+            # The older format has another kind of proof, which cannot be read any more.
             without = {"proof": None} if version == _BEFORE else {}
             plan: OwnershipPlan = decode(cls, data | without)
             if version == FORMAT_VERSION and data.get("fingerprint") != plan.fingerprint():
@@ -284,7 +284,7 @@ _ROWS = (Batch, MatrixSpec, PriceRow)
 
 
 def _plain(value: Any) -> Any:
-    """A dataclass for JSON: its fields by name, or as a list where there may be thousands."""
+    """Return a dataclass as JSON data: its fields by name, or as a list for long tables' rows."""
     named = {one.name: getattr(value, one.name) for one in fields(value)}
     return list(named.values()) if isinstance(value, _ROWS) else named
 
@@ -292,11 +292,11 @@ def _plain(value: Any) -> Any:
 def fitted_plan(
     plan: OwnershipPlan, specs: ModelSpecs, topology: Topology, layout: Layout
 ) -> OwnershipPlan:
-    """``plan`` for a model and its mesh: the same owners and batches, by the names of matrices.
+    """Fit a plan to a model and its mesh: the same owners and batches, by the names of matrices.
 
-    The order of parameters does not count, nor do mesh axes where ranks are numbered alike, nor the
-    layout, as long as momentum lies with owners in both, or with parameters in both. PlanError,
-    which says what differs: it was made for another model, mesh or layout."""
+    The order of parameters does not matter, nor do mesh axes if ranks are numbered alike, nor the
+    layout, as long as momentum lies with owners in both, or with parameters in both. PlanError that
+    lists the differences if the plan was made for another model, mesh or layout."""
     if plan.layout.keeps_state_at_owners != layout.keeps_state_at_owners:
         raise PlanError(
             f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
@@ -317,7 +317,7 @@ def fitted_plan(
     )
     return replace(
         plan,
-        # Reasons of routing are kept as in the plan, so that its fingerprint stays.
+        # The plan's reasons of routing are kept, so that its fingerprint stays the same.
         specs=replace(plan.specs, parameters=tuple(old[n] for n in new), matrices=specs.matrices),
         topology=topology,
         layout=layout,
@@ -331,7 +331,7 @@ def fitted_plan(
 def _misfits(
     before: Topology, now: Topology, old: dict[str, ParameterSpec], new: dict[str, ParameterSpec]
 ) -> list[str]:
-    """How the mesh and the parameters of a saved plan, by name, differ from those of now."""
+    """List how the mesh and parameters (by name) of a saved plan differ from the current ones."""
     found: list[str] = []
     saved, mesh = ([n for n in t.shape if n > 1] for t in (before, now))
     if before.world != now.world:
@@ -355,13 +355,13 @@ def _misfits(
 
 
 def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
-    """The matrices of a model in terms of names."""
+    """Return the matrices of a model by the names, not the indices, of their parameters."""
     return [(specs.parameters[m.parameter].name, replace(m, parameter=0)) for m in specs.matrices]
 
 
 def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> OwnershipPlan | None:
-    """``plan`` for a model with the same matrices, in this order, and with other parameters beside
-    them, whose time no plan depends on. None if it has other matrices, or the cap is exceeded."""
+    """Fit a plan to a model with the same matrices in the same order, and other parameters beside
+    them, whose time affects no plan. None if the matrices differ or the cap is exceeded."""
     if _keys(plan.specs) != _keys(specs):
         return None
     found = replace(plan, specs=specs, limits=limits)
@@ -378,9 +378,9 @@ class Unit:
     """Matrices of one shape, owner and param group, stacked ``[b, rows, cols]`` to be
     orthogonalized together.
 
-    A unit that has matrices and transposes is stacked short side first, and ``transposed`` says
-    whose slot holds the transpose (empty: none). With ``copies`` the owner is the one whose result
-    the ranks of ``audience`` take (empty: all).
+    A unit with both tall and wide matrices is stacked short side first, and ``transposed`` says
+    which slots hold a transpose (empty: none). If there are ``copies``, the ranks of ``audience``
+    (empty: all) take this owner's result.
     """
 
     owner: int
@@ -396,11 +396,11 @@ class Unit:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its owner is the one of all copies that is told of."""
+        """Whether its owner is the first of all copies, so that norms count the unit once."""
         return not self.copies or self.owner == self.copies[0]
 
     def holds_transpose(self, position: int) -> bool:
-        """True if the slot of the matrix at this position holds its transpose."""
+        """Return True if the slot of the matrix at this position holds its transpose."""
         return bool(self.transposed) and self.transposed[position]
 
     @property
@@ -415,9 +415,9 @@ class Unit:
 def units_of(
     plan: OwnershipPlan, groups: Sequence[int], *, one_by_one: bool = False
 ) -> tuple[Unit, ...]:
-    """The planned batches as executed: cut where their matrices are in different ``groups``, and
-    with ``one_by_one`` also transposes from others; a cut batch shares its predicted time out.
-    Units are in the order of the plan."""
+    """Return the planned batches as they are executed, in the order of the plan: split by the
+    ``groups`` of their matrices, and with ``one_by_one`` also into tall and wide matrices. The
+    units of a split batch share its predicted time."""
     return tuple(unit for batch in plan.batches for unit in _cut(plan, batch, groups, one_by_one))
 
 
@@ -436,8 +436,8 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: b
 
 
 def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | None) -> int:
-    """How many buckets a step is cut into, if the fullest owner has so many bytes and an owner at
-    ``most`` so many units.
+    """Return the number of buckets in a step whose fullest owner has ``fullest`` bytes, and whose
+    owners have at ``most`` so many units.
 
     >>> bucket_count(100 << 20, 12, 32 << 20, None), bucket_count(1 << 20, 12, 32 << 20, None)
     (4, 1)
@@ -449,9 +449,9 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of buckets in a pipeline: about ``bucket_bytes`` of an owner in each, so many at least, and
-    so many ``buffers`` of ``room`` bytes: more buckets, where these are smaller. ``rings`` as in
-    `Way`."""
+    """Sizes in a pipeline: a bucket has about ``bucket_bytes`` of each owner, a step at ``least``
+    so many buckets. There are ``buffers`` of ``room`` bytes, which have room for more buckets if
+    these are smaller. ``rings`` as in `Way`."""
 
     bucket_bytes: int = BUCKET_BYTES
     room: int = BUCKET_BYTES
@@ -461,7 +461,7 @@ class Sizes:
 
     @classmethod
     def of(cls, options: ShardedOptions, plan: OwnershipPlan) -> Sizes:
-        """What was asked for, or as planned."""
+        """Return the sizes that ``options`` ask for, or else the planned ones."""
         size, least = options.bucket_bytes, options.min_buckets
         room = size or BUCKET_BYTES
         if size is None and least is None and plan.bucket_bytes is not None:
@@ -472,9 +472,9 @@ class Sizes:
 def buckets_of(
     units: Sequence[Unit], travelling: Sequence[int], sizes: Sizes, item: int
 ) -> tuple[list[tuple[int, ...]], int]:
-    """`cut_buckets` in the order in which they travel, units with as many copies apart; and how
-    many may be on their way back at once. What crosses most goes first, to travel while others are
-    computed; where not all may be on their way, the rest goes in between."""
+    """Return buckets (`cut_buckets`, by number of copies) in the order in which they travel, and
+    how many may be on their way back at once. Buckets with the most traffic go first, to travel
+    while others are computed; if not all of these may be on their way, the rest go in between."""
     levels = grouped((len(units[u].copies), u) for u in travelling)
     cuts = [
         cut_buckets(units, levels[n], sizes.bucket_bytes, sizes.least, item) for n in sorted(levels)
@@ -497,12 +497,12 @@ def cut_buckets(
     min_buckets: int | None,
     item: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Of the units at ``travelling`` those that travel together, in the order of the buckets.
+    """Cut the units at ``travelling`` into buckets of units that travel together, in order.
 
     Every owner has about the same share of its time in each bucket, so that none waits for another.
     The first and the last are half as large, because nothing hides the gather of the first and the
-    scatter of the last. No owner's units in a bucket are larger than a batch may be, or one unit;
-    else it is cut once more.
+    scatter of the last. In a bucket, an owner has at most as many bytes as a batch may have, or a
+    single unit; otherwise the bucket is cut once more.
     """
     if not (by_owner := grouped((units[u].owner, u) for u in travelling)):
         return ()
@@ -512,7 +512,7 @@ def cut_buckets(
     weights = [2.0] * count
     if count > 2:
         weights[0] = weights[-1] = 1.0
-    # Where, as parts of an owner's time, one bucket ends and the next begins.
+    # The fractions of an owner's time at which one bucket ends and the next begins.
     edges = [edge / sum(weights) for edge in accumulate(weights[:-1])]
     middles: list[tuple[float, int]] = []
     for mine in by_owner.values():
@@ -523,11 +523,11 @@ def cut_buckets(
         total = sum(weights)
         middles += [((end - w / 2) / total, u) for u, w, end in zip(mine, weights, ends)]
     bucket_of: dict[int, int] = {}
-    part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # sizes: of each owner in the bucket
+    part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # bytes of each owner in the bucket
     for middle, u in sorted(middles):
         owner, nbytes = units[u].owner, units[u].numel * item
         is_full = 0 < sizes[owner] > BATCH_BUCKETS * bucket_bytes - nbytes
-        # An edge that would come soon after is passed by.
+        # An edge that would follow soon after is skipped.
         if (now := bisect_right(edges, middle + is_full / (2 * count))) > part or is_full:
             part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
         sizes[owner] += nbytes
@@ -540,7 +540,7 @@ def cut_buckets(
 
 @lru_cache(maxsize=1024)
 def _check_kernel(kernel: str) -> None:
-    """Raise ValueError unless a kernel is "" or as `KernelChoice` writes it."""
+    """Raise ValueError unless a kernel is "" or the text of a `KernelChoice`."""
     if kernel:
         KernelChoice.parse(kernel)
 
