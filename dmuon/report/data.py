@@ -20,7 +20,7 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
 from dmuon.types import Algorithm, grouped
 
-FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
+FOLD_ABOVE, SHOWN = 16, 5  # of more ranks, only so many busiest and idlest are listed
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
 _OF_GROUP = ("group", "algorithm", "lr", "weight_decay")
 _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
@@ -28,7 +28,7 @@ _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The matrices of one rank, its predicted ms per step, its bytes of optimizer state."""
+    """One rank's number of matrices, predicted ms per step, and bytes of optimizer state."""
 
     rank: int
     matrices: int
@@ -40,8 +40,8 @@ class RankLoad:
 class ShapeUse:
     """All matrices of one shape: (size, number) of their batches, largest first, and their cost.
 
-    ``single_ms`` is the price of one matrix alone, None where the plan has none; ``origins`` are
-    those of the prices of these batches."""
+    ``single_ms`` is the price of one matrix alone, None if the plan has no prices; ``origins`` are
+    the origins of the prices of these batches."""
 
     rows: int
     cols: int
@@ -70,13 +70,13 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBalance:
-    """Measured milliseconds per step against predicted ones, by rank.
+    """Measured and predicted milliseconds per step, compared by rank.
 
-    ``loads_ms`` are measured, with the fixed load of the plan; the ``ratios`` of measured to
-    predicted, and ``ratio`` of all ranks together, are without it; None where none was predicted.
+    ``loads_ms`` are measured times plus the plan's fixed load. The ``ratios`` of measured to
+    predicted times, and the ``ratio`` of all ranks together, exclude it; None without a prediction.
 
-    No new plan mends a difference between ranks that execute the same batches: ``straggles_ms`` is
-    how much longer the busiest takes than their mean."""
+    ``straggles_ms`` is how much longer the busiest rank takes than the mean of ranks that execute
+    the same batches; no new plan can remove that difference."""
 
     loads_ms: tuple[float, ...]
     ratios: tuple[float | None, ...]
@@ -91,8 +91,8 @@ class MeasuredBalance:
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
-    training steps. Where known: the ``model``'s name, the ``source`` of its sizes, bytes of the
-    fullest rank by purpose (``memory``), the optimizer's param ``groups``: (number, algorithm,
+    any training step. Empty if unknown: the ``model``'s name, the ``source`` of its sizes, bytes of
+    the fullest rank by purpose (``memory``), the optimizer's param ``groups`` (number, algorithm,
     learning rate, weight decay)."""
 
     plan: OwnershipPlan
@@ -121,7 +121,7 @@ class LoadBalanceReport:
 
     @property
     def mean_ms(self) -> float:
-        """The predicted milliseconds of a rank in the mean."""
+        """The predicted milliseconds, averaged over ranks."""
         return sum(self.plan.loads_ms) / len(self.plan.loads_ms)
 
     @property
@@ -157,7 +157,7 @@ class LoadBalanceReport:
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:
-        """The rank and batch that limit the plan; None when it has no matrices."""
+        """The rank and batch that limit the plan; None if it has no matrices."""
         plan = self.plan
         if not plan.batches:
             return None
@@ -184,7 +184,7 @@ class LoadBalanceReport:
 
     @cached_property
     def measured(self) -> MeasuredBalance | None:
-        """Measured against predicted; None before any training step."""
+        """The comparison of measured and predicted times; None before any training step."""
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
     def _tables(self) -> list[render.Table]:
@@ -211,12 +211,12 @@ class LoadBalanceReport:
         return f'<iframe srcdoc="{escape(_page(self))}" width="100%" height="640"></iframe>'
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page with pictures, whole or not at all; FileNotFoundError where
+        """Write one self-contained page with pictures, whole or not at all; FileNotFoundError if
         the directory does not exist."""
         write_text(path, _page(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON; keys as in the benchmarks."""
+        """Return plain data, fit for JSON, with the keys of the benchmarks."""
         plan, state, cap = self.plan, self.plan.state_bytes, self.plan.limits.memory_bytes
         search = asdict(plan.search)
         alternatives = dict(search.pop("alternatives"))
@@ -256,31 +256,31 @@ class LoadBalanceReport:
         }
 
     def ms_text(self, ms: float) -> str:
-        """Milliseconds with the decimals that the largest time of the report needs."""
+        """Format milliseconds with the decimals that the largest time of the report needs."""
         return render.ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
 
 
 def build_report(
     plan: OwnershipPlan, measured: Sequence[float] | None = None, model: str = ""
 ) -> LoadBalanceReport:
-    """The report of a plan; ``measured`` are the milliseconds per step of each rank, ValueError if
-    there is not one for each."""
+    """Return the report of a plan; ``measured`` are the milliseconds per step of each rank.
+    ValueError if there is not one time for each."""
     if measured is not None and len(measured) != plan.topology.world:
         raise ValueError(f"measured holds {len(measured)} times for {plan.topology.world} ranks")
     return LoadBalanceReport(plan, None if measured is None else tuple(measured), model)
 
 
 def _device(plan: OwnershipPlan) -> str:
-    """The device that the prices are of where they name it, else its type."""
+    """Return the device that the prices name, or else the mesh's type of device."""
     kind, _, name = plan.cost_source.partition(",")[0].partition(":")
     return name if kind == "analytic" and name else plan.topology.device_type
 
 
 def title(plan: OwnershipPlan, model: str = "") -> list[str]:
-    """What is planned, and for what."""
+    """Describe the model, and the mesh that it is planned for."""
     topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
     mesh, axes = " x ".join(map(str, topology.shape)), f" ({', '.join(topology.axes)})"
-    axes = "" if axes == " (axis0)" else axes  # a name that was made up
+    axes = "" if axes == " (axis0)" else axes  # a made-up name
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
     matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
     numel = render.quantity(sum(p.numel for p in everything))
@@ -295,7 +295,7 @@ def _excess(most: float, mean: float) -> float:
     return most / mean - 1 if mean else 0.0
 
 
-@lru_cache(maxsize=8)  # it may take as long as planning, and reports are made again and again
+@lru_cache(maxsize=8)  # a check may take as long as planning, and reports are often repeated
 def _certified(plan: OwnershipPlan) -> Certificate:
     return certify(plan)
 
@@ -305,14 +305,14 @@ def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
 
 
 def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
-    """(kernel, batches, matrices), that with most batches first; "" is the fixed rule."""
+    """Return (kernel, batches, matrices), most batches first; "" is the fixed rule."""
     sizes = grouped((batch.kernel, len(batch.matrices)) for batch in plan.batches)
     uses = [(kernel, len(found), sum(found)) for kernel, found in sizes.items()]
     return sorted(uses, key=lambda use: (-use[1], use[0]))
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
-    """The measured milliseconds of each rank against the plan's."""
+    """Compare the measured milliseconds of each rank with the plan's."""
     world = plan.topology.world
     fixed = plan.limits.fixed_ms or (0.0,) * world
     predicted = [0.0] * world
@@ -324,7 +324,7 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
             runs[rank][what] += 1
     works = [frozenset(run.items()) for run in runs]
     same = grouped(zip(works, measured_ms, strict=True))
-    # The time of each rank if it were as fast as the mean of those that do the same work.
+    # For each rank, the mean time of all ranks that do the same work.
     alike = [sum(same[work]) / len(same[work]) for work in works]
     loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
@@ -345,7 +345,7 @@ def _named(name: str) -> str:
 
 
 def _facts(report: LoadBalanceReport) -> list[render.Fact]:
-    """About the plan, most important first; empty ones are left out."""
+    """Return facts about the plan, the most important first, without empty ones."""
     plan, idle, text, percent = report.plan, report.idle, report.ms_text, render.percent
     measured = report.measured
     of_model = {"memory": _memory_text(report), "parameters": _parameters_text(report)}
@@ -392,7 +392,7 @@ def _facts(report: LoadBalanceReport) -> list[render.Fact]:
 
 
 def _network_text(report: LoadBalanceReport) -> str:
-    """How the step is cut for its links, and what else it would take."""
+    """Describe how the step is cut for its links, and how long it would take otherwise."""
     plan, text = report.plan, report.ms_text
     if (step := plan.step) is None:
         return ""
@@ -478,7 +478,7 @@ def _parameters_text(report: LoadBalanceReport) -> str:
 
 
 def _rank_table(report: LoadBalanceReport) -> render.Table:
-    """Every rank, those that are equal together; or the busiest and the idlest with the mean."""
+    """List all ranks, equal ones in one row; or the busiest and the idlest, with the mean."""
     bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
     headings = ["rank", "matrices", "predicted ms", "to the bound", "state"]
     headings += ["measured ms", "ratio"] if measured else []
@@ -509,7 +509,7 @@ def _rank_table(report: LoadBalanceReport) -> render.Table:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Who they are, or how many."""
+    """Return the numbers of ranks, or how many they are if that text is too long."""
     text = _ranks_text(sorted(ranks)).partition(" ")[2] if len(ranks) > 1 else str(ranks[0])
     return text if len(text) <= 16 else f"{len(ranks)} ranks"
 
@@ -540,7 +540,7 @@ def _shape_table(report: LoadBalanceReport) -> render.Table:
 
 
 def _parameter_table(plan: OwnershipPlan) -> render.Table:
-    """Which algorithm updates what, and why; names that differ in numbers alone are folded."""
+    """List each parameter's algorithm and the reason; fold names that differ only in numbers."""
     everything = plan.specs.parameters + plan.specs.frozen
     alike = grouped(((p.algorithm, p.shape, p.reason), p.name) for p in everything)
     rows = [
@@ -568,7 +568,7 @@ def _page(report: LoadBalanceReport) -> str:
         ("imbalance over the mean", render.percent(report.imbalance)),
         ("matrices on ranks", f"{len(report.plan.specs.matrices):,} on {len(report.ranks):,}"),
     ]
-    if _has_copies(report.plan):  # the bound is for each matrix once
+    if _has_copies(report.plan):  # the bound counts each matrix once
         del tiles[2]
     pictures = [("Load per rank", *_loads_picture(report))]
     if len(report.ranks) == 1:
@@ -578,7 +578,7 @@ def _page(report: LoadBalanceReport) -> str:
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
-    """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
+    """Draw a bar per rank, of many ranks some at even steps from busiest to idlest; a caption."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms
     ranks = report.ranks

@@ -1,7 +1,7 @@
 """Plain values as text: numbers and folded names, facts and tables in a terminal or on a page.
 
-A page has no script, font or network. In its pictures, inline SVG, horizontal places are
-percentages and all else is pixels, so that text has one size on a phone and on a wide screen.
+A page uses no script, font or network. In its pictures, inline SVG, horizontal positions are
+percentages and all other sizes pixels, so that text has one size on a phone and on a wide screen.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rich.text import Text
 from dmuon.types import grouped, printable
 
 WIDTH = 100  # columns
-_MOST_RUNS = 8  # of numbers inside one pair of braces
+_MOST_RUNS = 8  # runs of numbers inside one pair of braces
 
 Fact = tuple[str, str]  # a label and a sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A heading and rows of text; ``left`` are the headings of columns that are no numbers.
+    """A heading and rows of text; ``left`` are the headings of columns without numbers.
 
-    ``reasons``: so many of the last cells are alike in many rows. In a terminal rows are listed
-    below them, each with its first cell, a name, last, so that it stays in one piece."""
+    ``reasons`` is the number of last cells that many rows share. In a terminal, rows are listed
+    below these cells, and a row's first cell, a name, comes last, so that it stays in one piece."""
 
     title: str
     headings: Sequence[str]
@@ -45,7 +45,7 @@ class Table:
 
 
 def ms_text(ms: float, top: float) -> str:
-    """Milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
+    """Format milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
 
     >>> ms_text(12.3456, 20.0), ms_text(0.0012345, 0.02)
     ('12.346', '0.00123')
@@ -95,7 +95,7 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Names that differ in their numbers alone as one pattern, with how many it stands for.
+    """Fold names that differ only in their numbers into patterns, each with its number of names.
 
     >>> fold_names(["a.0.w", "a.1.w", "a.3.w", "b.w"])
     [('a.{0,1,3}.w', 3), ('b.w', 1)]
@@ -108,7 +108,7 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
         alike[tuple("#" if part.isdecimal() else part for part in parts)][parts] = 1
     folded = []
     for shape, count in alike.items():
-        # From the innermost number outwards: what is equal so far may differ in this number.
+        # From the innermost number outwards: join names that differ in this number only.
         for at in reversed([i for i, part in enumerate(shape) if part == "#"]):
             equal: defaultdict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
             for parts, each in count.items():
@@ -122,7 +122,7 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _braces(numbers: Sequence[int]) -> str:
-    """A number alone as it is, several as {0..2,7}."""
+    """Write a single number as it is, several as {0..2,7}."""
     if len(numbers) == 1:
         return str(numbers[0])
     by_run = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
@@ -132,7 +132,7 @@ def _braces(numbers: Sequence[int]) -> str:
 
 
 def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:
-    """The report for a `rich.console.Console`, which may add colour."""
+    """Return the report for a `rich.console.Console`, which may add colour."""
     listed = RichTable.grid(padding=(0, 2))
     listed.add_column(style="bold", no_wrap=True)
     listed.add_column()
@@ -146,7 +146,7 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
 
 
 def _rich_list(table: Table) -> Text:
-    """Rows by their last cells."""
+    """List rows by their last cells."""
     end = -table.reasons
     below = grouped((": ".join(filter(None, row[end:])), row[:end]) for row in table.rows)
     columns = list(zip(*(row[1:] for rows in below.values() for row in rows), strict=True))
@@ -171,7 +171,7 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> str:
-    """Text of so many columns; unless ``plain``, as many as a terminal has, and in its colours."""
+    """Return text of so many columns; unless ``plain``, in a terminal's width and colours."""
     here = None if not plain and sys.stdout.isatty() else width
     out = Console(width=here, highlight=False, markup=False, color_system=None if plain else "auto")
     with out.capture() as capture:
@@ -180,7 +180,7 @@ def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> s
 
 
 def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> RichTable:
-    """A table without rows; ``left`` are the headings of columns that are no numbers."""
+    """Return a table without rows; ``left`` are the headings of columns without numbers."""
     made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="left" if heading in left else "right", **columns)
@@ -201,12 +201,12 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# Of a rank: its name and title; its milliseconds, None if idle; where a stroke is drawn; a remark.
+# A rank's name and title; its milliseconds, None if idle; those of a stroke, if any; a remark.
 Bar = tuple[str, str, float | None, float | None, str]
 
 
 def loads_picture(bars: Sequence[Bar], bound: float) -> str:
-    """Bars from 0 on; the bound is a vertical line, beyond which they have another colour."""
+    """Draw bars from 0 on; the bound is a vertical line, beyond which bars change their colour."""
     top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
     height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
     # A scale from 0 ms on, with a few round numbers.
@@ -251,7 +251,7 @@ def page(
     pictures: Iterable[tuple[str, str, str]],
     tables: Iterable[Table],
 ) -> str:
-    """The whole page; ``pictures`` are (heading, SVG, caption). All but the SVG is escaped here."""
+    """Make the page; ``pictures`` are (heading, SVG, caption). All but the SVG is escaped here."""
     head = "".join(f"<p class='dim'>{_escape(line)}</p>" for line in title.splitlines())
     parts = [f"<h1>Load balance</h1>{head}<div class='tiles'>"]
     for label, value in tiles:
@@ -275,7 +275,7 @@ def page(
 
 
 def _table(table: Table) -> str:
-    """A narrow screen shows the rows of a table with words as lists: heading, value."""
+    """Make a table. A narrow screen shows rows of tables with words as lists: heading, value."""
     css = ["name" if h in table.left else "n" for h in table.headings]
 
     def line(cells: Sequence[str]) -> str:
@@ -283,7 +283,7 @@ def _table(table: Table) -> str:
             return f'<tr><td colspan="{len(cells)}">{_escape(cells[0])}</td></tr>'
         made = ""
         for c, heading, cell in zip(css, table.headings, map(_escape, cells), strict=True):
-            # A long name is broken behind a dot.
+            # A long name may be broken after a dot.
             shown = _DOT.sub(".<wbr/>", cell) if c == "name" else cell
             made += f'<td class="{c}" data-of="{heading}">{shown}</td>'
         return f"<tr>{made}</tr>"

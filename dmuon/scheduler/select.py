@@ -1,6 +1,6 @@
-"""Which parameters are matrices, which go to AdamW, and why.
+"""Routing: which parameters are matrices, which go to AdamW, and why.
 
-`REASONS` is the one list; docs/routing.md explains it, and shows what it does to known models.
+`REASONS` is the only list of rules; docs/routing.md explains it and applies it to known models.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _ORIGINAL_OF_HOOKS = re.compile(r"(?:(.*)\.)?(\w+)_(orig|v|g)")
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAF = {"parametrizations"}
 _LINEARS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
-# Modules whose type says what their weights are; of others the names decide.
+# Modules whose type decides how their weights are routed; for others the names decide.
 _KNOWN = (*_EMBEDDINGS, *_NORMS, *_CONVOLUTIONS, *_TRANSPOSED, *_LINEARS)
 
-# Where neither a module nor a name says what a parameter is.
+# Remedies if neither a module nor a name tells how to route a parameter.
 THREE_WAYS = (
     "pass the model (dmuon.Muon(model)); or call own = dmuon.dedicate_params(model) first; or say "
     'algorithm="muon" or "adamw" in its param group'
@@ -66,9 +66,9 @@ THREE_WAYS = (
 
 @dataclass(slots=True)
 class _Use:
-    """One parameter with every (module, name) under which the ``model`` uses it, None where only
-    names are known. ``name`` is the user's own, ``algorithm`` what the user said, ``original``
-    which one it is of a parametrization's, whose places are those of what it parametrizes."""
+    """One parameter with every (module, name) under which the ``model`` uses it; the module is None
+    if only names are known. ``name`` and ``algorithm`` are the user's. ``original`` is its name in
+    a parametrization, if any; its places are then those of the parametrized weight."""
 
     name: str
     parameter: Tensor
@@ -87,7 +87,7 @@ class _Use:
 
     @property
     def path(self) -> list[str]:
-        """The names of the modules around it, but for numbers at the end (of `nn.Sequential`)."""
+        """The names of the modules around it, without numbers at the end (of `nn.Sequential`)."""
         path = self.place.split(".")[self.model.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
@@ -108,16 +108,16 @@ class _Use:
 
     @property
     def form(self) -> Form:
-        """How it reads as matrices."""
+        """The form in which it is read as matrices."""
         if self.is_convolution:
             return Form.FLAT.stored(in_out=isinstance(self.module, _TRANSPOSED))
         form = Form.FLAT if self.parameter.ndim == 2 else Form.STACK
         return form.stored(in_out=not isinstance(self.module, _KNOWN) and self._is_in_out())
 
     def _is_in_out(self) -> bool:
-        """True if the shapes in the module show that it stores its weights ``(in, out)``, also
-        square ones: transformers' `Conv1D` says its outputs in ``nf``, a bias has their length, and
-        a fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs."""
+        """Return True if shapes in the module show that it stores its weights ``(in, out)``, square
+        ones included: transformers' `Conv1D` has its outputs in ``nf``, a bias has their length,
+        and a fused ``gate_up_proj`` has twice as many outputs as ``down_proj`` has inputs."""
         path, _, own = self.place.rpartition(".")
         if own == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
             return True
@@ -139,8 +139,8 @@ class _Use:
 
 
 class _Model:
-    """The parameters of a model by their ids, and what reasons and forms need to know of all.
-    Reasons go by names without their first ``depth`` parts, which lead to what holds them all."""
+    """The parameters of a model by id, and facts about the model that reasons and forms need.
+    Reasons skip the first ``depth`` parts of names, which lead to the module that holds all."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Model:
         self.outputs: set[int] = set()
         for module in modules:
             head = getattr(module, "get_output_embeddings", None)
-            with suppress(NotImplementedError):  # as good as None
+            with suppress(NotImplementedError):  # the same as None
                 head = head() if callable(head) else None
             if isinstance(head, nn.Module):
                 self.outputs |= {id(p) for p in head.parameters()}
@@ -189,8 +189,8 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
 
 
 def _parametrized(name: str, module: nn.Module | None) -> tuple[str, str]:
-    """The name of what is computed from a parameter, and which original of it this is, by
-    `torch.nn.utils.parametrize`, or as hooks of older ones name it; the same name without."""
+    """Return the name of the weight that is computed from a parameter, and the parameter's name in
+    that parametrization, by `torch.nn.utils.parametrize` or older hooks; else (``name``, "")."""
     found = _ORIGINAL.fullmatch(name)
     if not found and isinstance(module, _KNOWN) and (old := _ORIGINAL_OF_HOOKS.fullmatch(name)):
         found = old if hasattr(module, old[2]) else None
@@ -198,7 +198,7 @@ def _parametrized(name: str, module: nn.Module | None) -> tuple[str, str]:
 
 
 def _depth(model: nn.Module) -> int:
-    """How many parts of all names are, at the beginning, of modules that only wrap the model."""
+    """Return how many leading parts of all names are of modules that only wrap the model."""
     held = [(n, m) for n, m in model.named_children() if next(m.parameters(), None) is not None]
     if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
         return 0
@@ -209,7 +209,7 @@ def _depth(model: nn.Module) -> int:
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Canonical names and trainable parameters, each once, in the order of `collect`."""
+    """Return canonical names and trainable parameters, each once, in the order of `collect`."""
     uses = _Model(_places(model)).uses.values()
     return [(use.name, use.parameter) for use in uses if use.parameter.requires_grad]  # type: ignore[misc]
 
@@ -300,8 +300,8 @@ def _head(use: _Use) -> str | None:
     return None
 
 
-# The first that gives a reason decides; what is left is a matrix. A router is one, too: of all
-# matrices it gains most (Moonlight, figure 4). docs/routing.md has the sources of the others.
+# The first reason decides; a parameter without one is a matrix. So is a router, which gains most of
+# all matrices (Moonlight, figure 4). docs/routing.md has the sources of the others.
 REASONS: tuple[Callable[[_Use], str | None], ...] = (
     lambda use: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
     lambda use: None if use.parameter.numel() else "empty",
@@ -346,7 +346,7 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 # ---- pieces of a parameter ---------------------------------------------------------------
 
 
-# How matrices are read, and cut along a dim: into these sizes, of every so manyth.
+# How to read matrices; the dim that is cut; the sizes of pieces; the step from row to row of one.
 _Cut = tuple[Form, int, tuple[int, ...], int]
 _Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
 _EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
@@ -354,7 +354,7 @@ _INTERLEAVED = re.compile(r"interleaved:[0-9]{1,18}")
 
 
 def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[str, _Cut]]:
-    """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
+    """Yield (pattern, cut) for each pattern of ``splits`` or ``heads`` that fits."""
     key = "sizes" if setting == "splits" else setting
     for pattern, given in patterns.items():
         if not fnmatchcase(use.name, pattern):
@@ -392,7 +392,7 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
 def _sizes(
     setting: str, value: Any, total: int, unit: str
 ) -> tuple[tuple[int, ...], int, str | None]:
-    """(Sizes of pieces that add up to ``total``, of every so manyth, what is wrong)."""
+    """Return (sizes of pieces that add up to ``total``, step from row to row, error or None)."""
     is_interleaved = setting == "splits" and bool(_INTERLEAVED.fullmatch(str(value)))
     if is_interleaved or setting == "heads":
         count = int(value.removeprefix("interleaved:")) if is_interleaved else value
@@ -409,7 +409,7 @@ def _sizes(
 
 
 def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
-    """How the parameter's matrices are cut; fitting patterns go to ``used``."""
+    """Return how to cut a parameter into matrices; add fitting patterns to ``used``."""
     found = [*_cuts(use, "splits", settings["splits"]), *_cuts(use, "heads", settings["heads"])]
     patterns = [pattern for pattern, _ in found]
     used.update(patterns)
@@ -460,7 +460,7 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
 
 
 def _check(uses: list[_Use], allow_meta: bool) -> None:
-    """Refuse trainable parameters that nothing here can update."""
+    """Raise an error for trainable parameters that cannot be updated."""
     first = next((use for use in uses if not use.parameter.is_meta), None)
     for use in uses:
         name, p = use.name, use.parameter
@@ -496,9 +496,9 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter by the name that it has in an optimizer. The user's ``algorithm`` wins over all
-    reasons. ``model`` is the live one that holds it (None: names decide), ``around`` the outermost
-    module around that."""
+    """A parameter with its name in an optimizer. The user's ``algorithm`` overrides all reasons.
+    ``model`` is the live model that holds it (None: names decide), ``around`` the outermost module
+    around the model."""
 
     name: str
     parameter: Tensor
@@ -507,13 +507,13 @@ class Member:
     around: nn.Module | None = None
 
 
-# By the name of each trainable parameter: itself, and its matrices.
+# By name: each trainable parameter and its matrices.
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 Routes = Mapping[str, Route]
 
 
 def routes_of(specs: ModelSpecs) -> Routes:
-    """Each matrix once: a plan has one for each of its copies."""
+    """Return the routes of a plan's specs, with one matrix in place of all its copies."""
     found = grouped((matrix.parameter, matrix.original) for matrix in specs.matrices)
     return {p.name: (p, tuple(dict.fromkeys(found[i]))) for i, p in enumerate(specs.parameters)}
 
@@ -529,20 +529,20 @@ def collect(
     frozen: bool = False,
     partial: bool = False,
 ) -> ModelSpecs:
-    """Route every trainable parameter of a model, or of what an optimizer was given, to Muon or
-    AdamW, with the reason; a parameter that comes twice once.
+    """Route every trainable parameter of a model, or of an optimizer's members, to Muon or AdamW,
+    each parameter once and with the reason.
 
-    ``splits`` and ``heads`` are as docs/routing.md says. A convolution is flattened to
+    docs/routing.md explains ``splits`` and ``heads``. A convolution is flattened to
     ``(out, rest)``; any other parameter with more than two dims is a stack of matrices.
 
-    ``routes``, of an earlier call, hold whatever the reasons say now; dtypes may be others by now.
-    ``allow_meta`` takes parameters on the meta device. ``frozen``: the members that are frozen, as
-    if they were trained. ``partial``: there may be no matrix, and nothing that ``splits`` or
-    ``heads`` name, because others are added later.
+    ``routes`` of an earlier call override the reasons; dtypes may have changed since.
+    ``allow_meta`` accepts parameters on the meta device. ``frozen`` routes the frozen members as if
+    they were trained. ``partial``: there may be no matrix, and ``splits`` and ``heads`` may match
+    none, because parameters are added later.
 
     Raises:
         SelectionError: nothing is selected, a chosen parameter is no matrix, a pattern does not
-            fit, or a parameter has another shape than in ``routes``.
+            fit, or a parameter's shape differs from ``routes``.
         DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
             on another device than the others, sparse gradients), or none is trainable.
     """
@@ -585,7 +585,7 @@ def _in_model(model: nn.Module, around: nn.Module | None = None) -> list[_Use]:
 
 
 def _in_groups(members: Sequence[Member], frozen: bool) -> list[_Use]:
-    """The members that are trained, or those that are ``frozen``, each once."""
+    """Return the trained members, or, with ``frozen``, the frozen ones; each parameter once."""
     known = _Model((m.name, m.parameter, None) for m in members if m.model is None).uses
     models = {id(m.model): (m.model, m.around) for m in members if m.model is not None}
     for model, around in models.values():
@@ -601,7 +601,7 @@ def _in_groups(members: Sequence[Member], frozen: bool) -> list[_Use]:
 
 
 def _as_before(use: _Use, index: int, routes: Routes) -> tuple[ParameterSpec, list[MatrixSpec]]:
-    """A parameter and its matrices as in ``routes``, in the dtype of today."""
+    """Return a parameter and its matrices as in ``routes``, in the current dtype."""
     before, matrices = routes[use.name]
     if before.shape != tuple(use.parameter.shape):
         raise SelectionError(
@@ -624,7 +624,7 @@ def _check_settings(select: Select | None, settings: _Settings) -> None:
 
 
 def no_matrix(parameters: Sequence[ParameterSpec]) -> SelectionError:
-    """The error where Muon has nothing to do."""
+    """Return the error for parameters without any matrix."""
     return SelectionError(
         "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
         + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
@@ -636,7 +636,7 @@ def no_matrix(parameters: Sequence[ParameterSpec]) -> SelectionError:
 def _check_selected(
     parameters: list[ParameterSpec], matrices: list[MatrixSpec], settings: _Settings, used: set[str]
 ) -> None:
-    """Raise SelectionError where there is no matrix, or a pattern that fits none."""
+    """Raise SelectionError if there is no matrix, or a pattern matches none."""
     if not matrices:
         raise no_matrix(parameters)
     for setting, patterns in settings.items():

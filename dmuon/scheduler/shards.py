@@ -1,11 +1,11 @@
 """Which rank holds which part of which matrix, and so may own it, from the reports of all ranks.
 
-Each rank holds a box of a parameter, those that replicate equal ones. A matrix is a box too, so
-the part of it that a rank holds is the intersection of two.
+Each rank holds a box of a parameter; replicas hold equal boxes. A matrix is a box too, so a rank's
+part of it is the intersection of two boxes.
 
-One parameter may exist several times: a weight that tensor parallelism leaves alone is sharded
-over the data-parallel ranks of every tensor-parallel coordinate by itself. Such *copies* are
-matrices of their own, each with an owner among the ranks that hold it.
+A parameter may exist several times: a weight that tensor parallelism does not cut is sharded over
+the data-parallel ranks of each tensor-parallel coordinate separately. Such *copies* are matrices of
+their own, each with an owner among the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BACK = re.compile(r"(?:o_proj|out_proj|down_proj|c_proj|w2|wo|dense_4h_to_h)(?:
 
 
 def is_back(name: str) -> bool:
-    """Whether a weight of this name projects back to the residual stream."""
+    """Return whether a weight of this name projects back to the residual stream."""
     return _BACK.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """The report of one rank: its global rank, its shard of each parameter, and what it computes
-    with, which must be alike for equal bits."""
+    """The report of one rank: its global rank, its shard of each parameter, and its device, which
+    must be of one kind for equal bits."""
 
     global_rank: int
     shards: tuple[LocalShard, ...]
@@ -45,8 +45,8 @@ class RankShards:
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
-        """Equal shards and ranks, of which there are many, become one object, which travels once,
-        and is hashed once for thousands of ranks."""
+        """Make a report in which equal shards, and equal sets of ranks, are one object, which is
+        sent once, and hashed once for thousands of ranks."""
         one: dict[LocalShard, LocalShard] = {}
         ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
         found = [one.setdefault(shard, shard) for shard in shards]
@@ -57,8 +57,8 @@ class RankShards:
 @dataclass(frozen=True)
 class ShardMap:
     """The shards of all ranks, in the order of ``reports``. ``specs`` has a matrix for every copy
-    of every matrix of the model. ``copies`` are the groups of ranks that hold a copy of each
-    parameter together, ``holders`` those of each matrix."""
+    of every matrix of the model. ``copies`` has, by parameter, the sets of ranks that hold a copy
+    together; ``holders`` has the set of each matrix."""
 
     specs: ModelSpecs
     reports: tuple[RankShards, ...]
@@ -69,7 +69,7 @@ class ShardMap:
     )
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What ``make`` gives, made once for each key: layers are alike."""
+        """Return the result of ``make``, which is called once per key, because layers are alike."""
         if key not in self._known:
             self._known[key] = make()
         found: T = self._known[key]
@@ -86,11 +86,11 @@ class ShardMap:
         return tuple(m.box(shapes[m.parameter]) for m in self.specs.matrices)
 
     def shard(self, rank: int, parameter: int) -> LocalShard:
-        """The part of a parameter that ``rank`` stores."""
+        """Return the part of a parameter that ``rank`` stores."""
         return self.reports[rank].shards[parameter]
 
     def piece(self, matrix: int, rank: int) -> Box:
-        """The part of a matrix, from its corner, that ``rank`` holds; it may be empty."""
+        """Return the box within a matrix that ``rank`` holds; it may be empty."""
         outer = self.boxes[matrix]
         if rank not in self._holder_sets[matrix]:
             return Box.at_origin((0,) * len(outer.shape))
@@ -98,45 +98,45 @@ class ShardMap:
         return outer.intersection(shard.box).within(outer)
 
     def pieces(self, matrix: int) -> dict[int, Box]:
-        """By rank the pieces of all that hold something of a matrix, replicas included."""
+        """Return the pieces of all ranks that hold a part of a matrix, replicas included."""
         found = {rank: self.piece(matrix, rank) for rank in self.holders[matrix]}
         return {rank: box for rank, box in found.items() if box.numel}
 
     def replica_of(self, matrix: int, rank: int) -> tuple[int, ...]:
-        """The coordinates of ``rank`` along the axes that replicate a matrix."""
+        """Return the coordinates of ``rank`` along the axes that replicate a matrix."""
         return self.shard(rank, self.specs.matrices[matrix].parameter).replica
 
     def counts(self, parameter: int, rank: int) -> bool:
-        """True if ``rank`` holds a part of the first replica of a parameter's first copy."""
+        """Whether ``rank`` holds a part of the first replica of a parameter's first copy."""
         return rank in self.copies[parameter][0] and not any(self.shard(rank, parameter).replica)
 
     def is_replicated(self, matrix: int) -> bool:
-        """True if several ranks hold the same part of a matrix."""
+        """Whether several ranks hold the same part of a matrix."""
         return self._replicas[matrix] > 1
 
     def is_everywhere(self, matrix: int) -> bool:
-        """True if there are several ranks, and each of them holds the whole matrix."""
+        """Whether there are several ranks, and each of them holds the whole matrix."""
         return self._replicas[matrix] == self.world > 1
 
     @cached_property
     def _replicas(self) -> list[int]:
-        """In how many replicas the holders of each matrix have it."""
+        """The number of replicas of each matrix among its holders."""
         keys = [(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)]
         found = {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in {*keys}}
         return [found[key] for key in keys]
 
     def replicas(self, matrix: int) -> list[tuple[int, ...]]:
-        """The ranks of each replica that may own a matrix."""
+        """Return, for each replica, the ranks that may own a matrix."""
         found = grouped((self.replica_of(matrix, r), r) for r in self.domains[matrix])
         return [tuple(found[replica]) for replica in sorted(found)]
 
     def partners(self, matrix: int, rank: int) -> tuple[int, ...]:
-        """The ranks, ascending, that hold the same part of a matrix as ``rank`` does."""
+        """Return the ranks, ascending, that hold the same part of a matrix as ``rank`` does."""
         parameter = self.specs.matrices[matrix].parameter
         return self._by_box(parameter, self.holders[matrix])[self.shard(rank, parameter).box]
 
     def twins(self, rank: int) -> set[int]:
-        """The ranks that hold the same part of every parameter as ``rank`` does."""
+        """Return the ranks that hold the same part of every parameter as ``rank`` does."""
         found = {*range(self.world)}
         for p, copies in enumerate(self.copies):
             for ranks in copies:
@@ -147,7 +147,7 @@ class ShardMap:
     def sharing(
         self, matrix: int, copies: tuple[int, ...], topology: Topology
     ) -> tuple[tuple[int, ...], ...]:
-        """All `partners` of a matrix, if several, in each of the `audiences` of ``copies``."""
+        """Return all sets of several `partners`, within each of the `audiences` of ``copies``."""
         copies = copies if len(copies) > 1 else ()
 
         def make() -> tuple[tuple[int, ...], ...]:
@@ -163,12 +163,12 @@ class ShardMap:
     def partner_sets(
         self, copies: Sequence[tuple[int, ...]], topology: Topology
     ) -> set[tuple[int, ...]]:
-        """What `sharing` gives of any matrix."""
+        """Return the sets of `sharing` for all matrices."""
         every = enumerate(copies)
         return {ranks for i, of in every for ranks in self.sharing(i, of, topology)}
 
     def kind(self, matrix: int) -> int:
-        """A number of its parameter: layers are alike, whose shards are the same objects."""
+        """Return a number of its parameter, equal for parameters whose shards are equal objects."""
         return self._kinds[self.specs.matrices[matrix].parameter]
 
     @cached_property
@@ -178,7 +178,7 @@ class ShardMap:
         return [known.setdefault(column, len(known)) for column in columns]
 
     def replica_numbers(self, matrix: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """[world]: the number of the replica that each rank holds a part of, -1 for none."""
+        """Return, [world], the number of the replica that each rank holds a part of, else -1."""
         parameter, ranks = self.specs.matrices[matrix].parameter, self.domains[matrix]
 
         def make() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -193,8 +193,8 @@ class ShardMap:
     def audiences(
         self, matrix: int, copies: tuple[int, ...], topology: Topology
     ) -> tuple[tuple[int, ...], ...]:
-        """The ranks that take the result of each of ``copies``, which compute a matrix: those of
-        its replica; of replicas without one those on its node; all others that of the first."""
+        """Return the ranks that take the result of each of ``copies``, which compute a matrix. A
+        replica takes the result of its own copy, or of a copy on its node, or of the first copy."""
         parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
 
         def make() -> tuple[tuple[int, ...], ...]:
@@ -211,7 +211,7 @@ class ShardMap:
         return self._once(("audiences", parameter, holders, copies), make)
 
     def _by_box(self, parameter: int, holders: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-        """Which of the ``holders`` have which box of a parameter."""
+        """Group the ``holders`` of a parameter by their boxes."""
 
         def make() -> dict[Box, tuple[int, ...]]:
             found = grouped((self.shard(rank, parameter).box, rank) for rank in holders)
@@ -225,13 +225,13 @@ class ShardMap:
         return tuple(shared[ranks] for ranks in self.holders)
 
     def is_local(self, matrix: int, copies: Sequence[int] = ()) -> bool:
-        """True if nothing has to travel: one rank alone holds the matrix, or each that does has one
-        of the ``copies`` that compute it."""
+        """Whether nothing has to travel: one rank alone holds the matrix, or each rank that does is
+        one of the ``copies`` that compute it."""
         return len(self.domains[matrix]) == max(1, len(copies))
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that may own each matrix: all that hold the parameter, or this item of it."""
+        """The ranks that may own each matrix: all that hold the parameter, or its item of it."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
         for i, (holders, outer) in enumerate(zip(self.holders, self.boxes)):
@@ -245,7 +245,7 @@ class ShardMap:
         return tuple(found)
 
     def limits(self, memory_bytes: int | None, sizes: StateSizes | None = None) -> OwnerLimits:
-        """Who may own what, and the optimizer state of each rank's shards, in bytes."""
+        """Return the domains of matrices, and the bytes of state of each rank's shards."""
         sizes = sizes or StateSizes.plain(self.specs)
         fixed = tuple(
             sum(shard.box.numel * size for shard, size in zip(report.shards, sizes.per_element))
@@ -262,10 +262,10 @@ class ShardMap:
 
 
 def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
-    """Join the reports of all ranks; the same result on every rank, or OwnershipError if they
+    """Join the reports of all ranks, with the same result on every rank. OwnershipError if they
     contradict each other, or their boxes do not tile a parameter."""
     mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
-    # Of most parameters the same objects: what thousands of ranks are is looked at once.
+    # Most parameters share their tuples of ranks, so tuples of thousands are examined only once.
     known: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
     copies = []
     for i, p in enumerate(specs.parameters):
@@ -291,7 +291,7 @@ def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
 def _copies(
     name: str, ranks_of: Sequence[tuple[int, ...]], mesh_rank: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Sets of ranks that each hold a copy of a parameter, from the ranks that each rank names."""
+    """Return the sets of ranks that hold a copy of a parameter, as the ranks report them."""
     groups = grouped((ranks, rank) for rank, ranks in enumerate(ranks_of))
     for ranks, reporters in groups.items():
         if missing := [r for r in ranks if r not in mesh_rank]:
@@ -309,7 +309,7 @@ def _copies(
 
 
 def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard]) -> None:
-    """Raise OwnershipError unless the boxes of each replica tile a parameter, and alike."""
+    """Raise OwnershipError unless the boxes of all replicas tile a parameter in one way."""
     replicas: dict[tuple[int, ...], list[Box]] = {shard.replica: [] for shard in shards}
     for shard in shards:
         if shard.box.numel:
@@ -330,12 +330,12 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """True if two boxes share an element."""
+    """Return whether two boxes share an element."""
     ordered = sorted(boxes, key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if other.offset[0] >= box.ends[0]:
-                break  # as are all that follow
+                break  # it and all later ones begin behind the box
             if box.intersection(other).numel:
                 return True
     return False
@@ -344,14 +344,14 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 def evenly_sharded(
     specs: ModelSpecs, topology: Topology, ep: int = 1, tp: int = 1, *, whole: bool = False
 ) -> ShardMap:
-    """What each rank holds of a model that nobody has built yet: FSDP2 cuts the rows of every
-    parameter into equal chunks, over all axes but those of replicas. ``whole``: over none. With
-    ``ep`` each stack is first cut into a part for each of the ``ep`` innermost ranks, and that by
-    its rows where all ranks are more than there are items, as torchtitan does with experts. With
-    ``tp`` each other weight is first cut for the ``tp`` innermost ranks, by its rows, or by its
-    columns where its name is that of a projection back to the residual stream.
-    PlanError: ``ep`` does not divide the ranks, or the items of a stack, or there is none; or
-    ``tp`` does not divide the ranks."""
+    """Return the shards of a model that is not built yet. FSDP2 cuts the rows of every parameter
+    into equal chunks over all axes but those of replicas, or over none if ``whole``. With ``ep``
+    each stack is first cut into one part for each of the ``ep`` innermost ranks, and each part by
+    its rows if there are more ranks than items, as torchtitan does with experts. With ``tp`` every
+    other weight is first cut for the ``tp`` innermost ranks, by its rows, or by its columns if it
+    has the name of a projection back to the residual stream.
+    PlanError if ``ep`` does not divide the ranks or the items of a stack, or there is no stack; or
+    if ``tp`` does not divide the ranks."""
     world = topology.world
     every = tuple(range(world))
     stacks = {m.parameter for m in specs.matrices if m.form.is_stack and ep > 1}

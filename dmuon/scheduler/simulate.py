@@ -1,17 +1,17 @@
-"""A training step as it would run, from a plan and a few rates: a simulation, not a measurement.
+"""Simulation of a training step from a plan and a few rates; nothing is measured here.
 
-A `Run` is the machine: per class of ranks that are alike a host and a device that computes, and a
+A `Run` is the machine: for each class of equal ranks a host and a device that computes, and one
 wire inside nodes and one across them. The functions below it are the program that every rank
 executes: they issue the same collectives in the same order as `Pipeline.run`, the engines and the
-frameworks do. What each of them carries comes from outside, from the routes that execute::
+frameworks do. The bytes of each collective come from outside, from the routes in use::
 
     host      calls ahead of the device, unless it is the device (a CPU)
     device    forward | backward | operands | ... | Newton-Schulz | apply
     inside         all-gathers, reduce-scatters of the framework
     across                                      gather  scatter
 
-A collective begins once all ranks have come to it and its wires are free, and takes its turns and
-the longer of the two levels. docs/simulate.md says what is left out, and by how much that is wrong.
+A collective begins once all ranks have reached it and its wires are free. It takes the time of its
+turns and of the longer level. docs/simulate.md says what is left out, and how large the errors are.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _DDP_BUCKET = 25 << 20  # torch's default
 _BASE_S, _TURN_S, _HOP_S = 8.4e-6, 3.4e-6, 10.6e-6  # 14 us to another node
 _UNLIMITED = 1e15
 
-# Passes over elements: how many of the parameter's dtype, and of Newton-Schulz's, they read and
-# write, on a CPU (foreach) and elsewhere (a kernel for norms, one for momentum and operand, one for
-# decay and update), and calls of the host, as tests/unit/test_counted.py counts them. AdamW reads a
-# gradient, and reads and writes a weight and two moments.
+# Passes over elements: how often they read or write one in the parameter's dtype, and one in
+# Newton-Schulz's, on a CPU (foreach) and elsewhere (one kernel for norms, one for momentum and
+# operand, one for decay and update); and host calls, as tests/unit/test_counted.py counts them.
+# AdamW reads a gradient, and reads and writes a weight and two moments.
 Passes = tuple[tuple[int, int], tuple[int, int], int]
 _OPERAND: Passes = (4, 2), (5, 1), 40
 _COMMIT: Passes = (3, 0), (0, 0), 10
@@ -48,22 +48,22 @@ _APPLY: Passes = (4, 1), (2, 1), 3
 _COPY: Passes = (0, 2), (0, 2), 1
 _ADAMW: Passes = (7, 0), (7, 0), 12
 _NORM: Passes = (1, 0), (1, 0), 4
-_UNIT_CALLS, _LAYER_CALLS = 3, 60  # of a batch of Newton-Schulz (a graph), of a layer in forward
-_DISPATCH_S = 3e-6  # of the host for a call, before it launches: measured with small tensors
+_UNIT_CALLS, _LAYER_CALLS = 3, 60  # per batch of Newton-Schulz (a graph), per layer in forward
+_DISPATCH_S = 3e-6  # of the host per call, before it launches: measured with small tensors
 
 
 # ---- collectives -------------------------------------------------------------------------
 
 
 class Group(NamedTuple):
-    """So many ``ranks`` communicate, ``near`` of them on a node."""
+    """A number of ``ranks`` that communicate, ``near`` of them on each node."""
 
     ranks: int
     near: int
 
     @classmethod
     def along(cls, topology: Topology, axes: Collection[int]) -> Group:
-        """The ranks along these axes of a mesh that the first rank is one of."""
+        """Return the first rank's group along these axes of a mesh."""
         grid = np.arange(topology.world).reshape(topology.shape)
         members = grid[tuple(slice(None) if i in axes else 0 for i in range(grid.ndim))]
         nodes = [topology.node(rank) for rank in members.ravel().tolist()]
@@ -72,10 +72,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective: ``turns`` one after the other, of which so many ``hops`` go to other nodes;
-    bytes of the busiest rank ``inside`` its node and ``across`` nodes (where ranks share a card, of
-    the busiest node, in equal parts); and bytes that a rank has ``sent``, mean over all. ``share``
-    is the fraction of the bandwidth across nodes that it reaches."""
+    """One collective: consecutive ``turns``, of which ``hops`` go to other nodes; bytes of the
+    busiest rank ``inside`` its node and ``across`` nodes (if ranks share a network card, an equal
+    part of the busiest node's); and bytes ``sent`` by a rank, averaged over ranks. ``share`` is the
+    fraction of the bandwidth across nodes that it reaches."""
 
     purpose: str
     turns: float
@@ -94,10 +94,10 @@ class Exchange:
 
 
 def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: bool) -> Exchange:
-    """A collective on a tensor of so many bytes (of an all-gather the result, of a reduce-scatter
-    the operand): of rings, of which each leaves a node at another rank, or of direct messages.
+    """Return a collective on a tensor of ``nbytes`` (the result of an all-gather, the operand of a
+    reduce-scatter): rings, which leave a node at different ranks, or direct messages.
 
-    On gloo a reduce-scatter is an all-reduce, of which each rank keeps its part.
+    On gloo a reduce-scatter is an all-reduce of which each rank keeps its part.
 
     >>> collective("", "all_gather", 800, Group(4, 1), is_gloo=False)
     Exchange(purpose='', turns=3, hops=3, inside=0.0, across=600.0, sent=600.0, share=1.0)
@@ -119,10 +119,10 @@ def collective(purpose: str, op: str, nbytes: float, group: Group, *, is_gloo: b
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``rates`` of a rank, and what it sends inside its node and to others, in bytes per second. A
-    collective takes ``base_s``, and ``hop_s`` for each hop to another node beside its turn.
-    ``is_cpu``: its host is its device, and its framework (gloo) waits for each collective.
-    ``is_shared``: the ranks of a node share a network card, of which ``across`` is a part."""
+    """The ``rates`` of a rank, and the bytes per second that it sends ``inside`` its node and
+    ``across`` nodes. A collective takes ``base_s``, and ``hop_s`` per hop to another node beside
+    its turns. ``is_cpu``: the host is the device, and the framework (gloo) waits for each
+    collective. ``is_shared``: a node has one network card, and ``across`` is a rank's part."""
 
     rates: Rates
     inside: float
@@ -134,12 +134,12 @@ class Machine:
 
     @classmethod
     def of(cls, costs: CostTable, topology: Topology) -> Machine:
-        """As a table of costs says: with rates that were measured, or those of its device, whose
-        latencies are what NCCL reckons with (src/graph/tuning.cc, rings with the Simple protocol).
+        """Make the machine of a cost table: with measured rates, or with those of its device and
+        the latencies that NCCL assumes (src/graph/tuning.cc, rings with the Simple protocol).
 
         Raises:
-            PlanError: a table of no device; of a CPU without rates, with those of one process for
-                several, or without a network card for several nodes.
+            PlanError: the table has no device; or, for a CPU, it has no rates, has rates of one
+                process for several ranks, or has no network card for several nodes.
         """
         device, nic = costs.device, costs.source.partition(", nic ")[2]
         is_shared = nic.lower().endswith("node")
@@ -148,7 +148,7 @@ class Machine:
                 f"{costs.source} has no rates of forward, backward and collectives: measure them "
                 "with torchrun --nproc-per-node N -m dmuon profile --out PATH (N ranks per node)"
             )
-        if device.fitted and costs.rates is not None:  # its cores do what is sent inside a node
+        if device.fitted and costs.rates is not None:  # its cores do the transfers inside a node
             if topology.world > 1 and not costs.rates.turn_s + costs.rates.sent_s:
                 raise PlanError(
                     f"{costs.source} was measured by one process, and {topology.world} ranks send: "
@@ -173,18 +173,18 @@ class Machine:
         return max(exchange.inside / self.inside, exchange.across / self.across / exchange.share)
 
     def handling_ms(self, exchange: Exchange) -> float:
-        """What of it a rank's own cores do."""
+        """Return the milliseconds of an exchange that a rank's own cores are busy."""
         return 1e3 * exchange.sent * self.rates.sent_s
 
     def passes_ms(self, nbytes: float | Floats, *, new: bool = False) -> Any:
-        """Of elementwise passes that read and write so many bytes, into ``new`` memory or not."""
+        """Return the milliseconds of passes over so many bytes, maybe into ``new`` memory."""
         return 1e3 * nbytes / (self.rates.new if new else self.rates.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the ``device`` of each class does or waits for, or a wire carries, [classes] ms each.
-    ``cause`` is the span that it waited for, ``of`` the class whose it was."""
+    """Work or a wait of each class's device, or a transfer on a wire; ``begin`` and ``end`` are
+    [classes] ms. ``cause`` is the span waited for, ``of`` the class that a transfer waited for."""
 
     name: str
     kind: str
@@ -196,15 +196,15 @@ class Span:
 
 
 class Run:
-    """Executes a program; ``spans`` is what happened, in the order in which it was issued."""
+    """Executes a program; ``spans`` records work, waits and transfers in the order of issue."""
 
     def __init__(self, machine: Machine, classes: int) -> None:
         self.machine = machine
         self.now, self.host = np.zeros(classes), np.zeros(classes)
         self.spans: list[Span] = []
-        self._free = {INSIDE: (0.0, -1), ACROSS: (0.0, -1)}  # since when, and the last one on it
+        self._free = {INSIDE: (0.0, -1), ACROSS: (0.0, -1)}  # since when, the last span
         self._handling: dict[int, float] = {}
-        self._carried: dict[int, float] = {}  # of gloo's collectives: ms of the wires that are left
+        self._carried: dict[int, float] = {}  # ms left on the wires, by gloo's collective
         self._carried_until = 0.0
 
     def _note(self, name: str, kind: str, on: str, begin: Floats, end: Floats, *why: int) -> int:
@@ -212,7 +212,7 @@ class Run:
         return len(self.spans) - 1
 
     def compute(self, name: str, kind: str, ms: float | Floats, calls: float = 0) -> None:
-        """On the device, by so many calls of the host."""
+        """Compute on the device, by so many calls of the host."""
         calling, begin = 1e3 * calls * self.machine.rates.call_s, self.now
         if self.machine.is_cpu:
             self.now = begin + ms + calling
@@ -229,9 +229,9 @@ class Run:
             self._note("host", "host", DEVICE, ended, self.now)
 
     def send(self, name: str, exchange: Exchange) -> int:
-        """Issue a collective; what `wait` needs."""
+        """Issue a collective; return its number for `wait`."""
         levels = [INSIDE] * (exchange.inside > 0) + [ACROSS] * (exchange.across > 0)
-        if self.machine.is_cpu:  # inside its cores do all of it
+        if self.machine.is_cpu:  # its cores do transfers inside nodes
             levels = levels[-1:]
         else:
             self.host = self.host + 1e3 * self.machine.rates.call_s
@@ -257,8 +257,8 @@ class Run:
         return number
 
     def _carry(self, until: float, last: int = -1) -> None:
-        """Go on until then, or until ``last`` has come: all that is under way on gloo gets an equal
-        part of the link, and comes the later the more the others take."""
+        """Advance gloo's transfers up to a time, or until ``last`` has arrived. All transfers under
+        way get an equal part of the link, so each delays the others."""
         while self._carried and last in (-1, *self._carried):
             first, count = min(self._carried, key=self._carried.__getitem__), len(self._carried)
             ms = min(self._carried[first], (until - self._carried_until) / count)
@@ -271,8 +271,8 @@ class Run:
             del self._carried[first]
 
     def wait(self, *numbers: int) -> None:
-        """The device goes on when these collectives have ended, one after the other; its part in
-        them takes time anyway."""
+        """Make the device wait for these collectives in order; its own part in them takes time in
+        any case."""
         for number in numbers:
             self._carry(math.inf, number)
             sent = self.spans[number]
@@ -286,13 +286,13 @@ class Run:
             self.wait(self.send(name, exchange))
 
     def meet(self) -> None:
-        """The host reads a result, such as the loss."""
+        """Make the host wait for a result, such as the loss."""
         self.host = np.maximum(self.host, self.now)
 
     # ---- what happened -------------------------------------------------------------------
 
     def parts(self, since: float = 0.0) -> dict[str, float]:
-        """Of the slowest class: its milliseconds by kind of work, and by what it waited for."""
+        """Return milliseconds of the slowest class by kind of work, and by kind of wait."""
         slowest, found = int(self.now.argmax()), defaultdict[str, float](float)
         for span in self.spans:
             if span.on == DEVICE:
@@ -302,7 +302,7 @@ class Run:
         return {kind: ms for kind, ms in found.items() if ms > 1e-9}
 
     def critical_path(self, since: float = 0.0) -> dict[str, float]:
-        """Milliseconds by name along the chain of what had to be waited for, from its end."""
+        """Return milliseconds by kind along the chain of spans that waited for each other."""
         found = defaultdict[str, float](float)
         which, moment = int(self.now.argmax()), float(self.now.max())
         at = len(self.spans) - 1
@@ -329,10 +329,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a rank does in a step: ``tokens``, in sequences of ``sequence``; ``recompute``: forward
-    again in backward (activation checkpointing). ``active`` experts see each token. ``tp`` ranks
-    share each matrix, ``ep`` ranks each stack of experts. ``used`` and ``reduced``: bytes of an
-    element of weights as they are gathered, and of gradients (0: the parameter's)."""
+    """A rank's work in a step: ``tokens``, in sequences of ``sequence``; ``recompute``: forward
+    runs again in backward (activation checkpointing). ``active`` experts see each token. ``tp``
+    ranks share each matrix, ``ep`` ranks each stack of experts. ``used`` and ``reduced`` are bytes
+    of an element of gathered weights, and of reduced gradients (0: the parameter's)."""
 
     tokens: int
     sequence: int
@@ -346,10 +346,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A layer, or what is in none (the root), on one rank: operations of ``forward`` and
-    ``backward``, bytes ``moved`` by elementwise passes in forward; bytes of weights as they are
-    gathered, and of gradients, each of (ordinary ones, experts), and of all that AdamW updates
-    (``rest``); bytes of activations that are ``routed`` to experts, and ``summed`` over
+    """A layer, or all parameters outside layers (the root), on one rank: operations of ``forward``
+    and ``backward``; bytes ``moved`` by elementwise passes in forward; bytes of gathered
+    ``weights`` and of ``gradients``, each for (ordinary parameters, experts), and of all parameters
+    that AdamW updates (``rest``); bytes of activations ``routed`` to experts, and ``summed`` over
     tensor-parallel ranks."""
 
     name: str
@@ -372,11 +372,11 @@ class Block:
 
 
 def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
-    """The root, then the layers in order. Products with each weight cost 2 operations per element
-    and token, twice that in backward; attention 4 x sequence x width per token, half of it masked.
+    """Return the root, then the layers in order. Products with a weight cost 2 operations per
+    element and token, twice that in backward; attention 4 x sequence x width, half of it masked.
 
     Raises:
-        PlanError: stacks of experts, and nothing says how many are active; or more than there are.
+        PlanError: the number of active experts does not fit the stacks of experts.
     """
     stacks = {m.parameter for m in specs.matrices if m.form.is_stack}
     fewest = min((specs.parameters[i].shape[0] for i in stacks), default=0)
@@ -388,7 +388,7 @@ def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
     tables = [p for p in specs.parameters if p.reason.startswith("embedding")]
     found = {"": Block("root")}
     for i, p in enumerate((*specs.parameters, *specs.frozen)):
-        # A table is read, not multiplied, unless it is the output head, too.
+        # A table is read, not multiplied, unless it is the output head as well.
         is_used = len(p.shape) > 1 and (p not in tables or "tied to" in p.reason)
         layer = layer_of(p.name)
         own = _of_weight(p, load, is_used, i in stacks, i >= len(specs.parameters))
@@ -397,7 +397,7 @@ def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
         return [*found.values()]
     width = tables[0].shape[-1]
     activations = float(load.tokens * width * (load.used or ITEM_SIZE.get(tables[0].dtype, 2)))
-    # Of the heads together: what the projection back to the residual stream takes, if any has it.
+    # The width of all heads: inputs of the projection back to the residual stream, if there is one.
     inside = [p for p in specs.parameters if "att" in p.name.lower() and len(p.shape) > 1]
     attending = {layer_of(p.name): width for p in inside}
     attending |= {layer_of(p.name): math.prod(p.shape[1:]) for p in inside if is_back(p.name)}
@@ -413,10 +413,10 @@ def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
 def _of_weight(
     p: ParameterSpec, load: Load, is_used: bool, is_stack: bool, is_frozen: bool
 ) -> Block:
-    """What one parameter adds to its block."""
+    """Return the part of a block that one parameter adds."""
     item = ITEM_SIZE.get(p.dtype, 4)
     parts = load.ep if is_stack else load.tp if len(p.shape) > 1 else 1
-    # Tokens of all ranks that share the experts go through a rank's part of these.
+    # A rank's experts see tokens of all ranks that share the stack.
     seen = load.tokens * is_used * (load.active if is_stack else 1 / parts)
     operations = 2.0 * p.numel / (p.shape[0] if is_stack else 1) * seen
     sides = sum(p.shape[-2:]) if is_stack else p.shape[0] + p.numel // max(1, p.shape[0])
@@ -436,8 +436,8 @@ def _of_weight(
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Matrices that travel together: the gather, and what brings the updates, in turns. By class of
-    ranks: Newton-Schulz ``ms``, ``units`` that it takes, elements ``owned`` and ``held``."""
+    """Matrices that travel together: the gather, and the turns that bring the updates. By class of
+    ranks: ``ms`` and ``units`` of Newton-Schulz, elements ``owned`` and ``held``."""
 
     gather: Exchange
     turns: tuple[Exchange, ...]
@@ -449,8 +449,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of the framework: of all ranks, of a shard of ordinary weights and of
-    experts, of ranks with equal shards, of those that share tokens among experts, or matrices."""
+    """The process groups of the framework: all ranks; ranks that shard ordinary weights, and
+    experts; ranks with equal shards; ranks that share stacks of experts, and matrices."""
 
     world: Group
     shards: Group
@@ -463,9 +463,9 @@ class Groups:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Elements of matrices and of AdamW's parameters, by class of ranks, and of the ``whole``
-    model's matrices; Newton-Schulz in (ms, batches): of what lies on one rank alone and of all
-    blocks in a block step, by class, and of all matrices one by one. Bytes of an element of a
-    parameter, and of one that goes through Newton-Schulz."""
+    model's matrices. Newton-Schulz: ms of matrices that lie on one rank alone, by class; (ms,
+    batches) of all blocks in a block step, by class, and of every matrix, one by one. Bytes of an
+    element of a parameter (``item``) and in Newton-Schulz (``ns_item``)."""
 
     matrices: Floats
     adamw: Floats
@@ -479,11 +479,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All of a training step, with the collectives of whoever is ``around`` the model and moves
-    weights and gradients: by the layout FSDP2, DDP, or dmuon where owners keep momentum. Of buckets
-    ``ahead`` are under way to owners at once, and ``slots`` on their way back. ``uneven``: what the
-    busiest owner of a layer sends of it, relative to the mean. ``shards_rest``: in
-    `dedicated` FSDP2 has what AdamW updates."""
+    """All parts of a training step. By the layout ``around`` the model, FSDP2, DDP, or, if owners
+    keep momentum, dmuon moves weights and gradients. ``ahead`` buckets are under way to owners at
+    once, and ``slots`` on their way back. ``uneven``: the bytes of a layer that its busiest owner
+    sends, relative to the mean. ``shards_rest``: in `dedicated`, FSDP2 shards the parameters that
+    AdamW updates."""
 
     machine: Machine
     around: Layout
@@ -501,18 +501,18 @@ class Job:
 
     @property
     def waits(self) -> bool:
-        """Whether each of the framework's collectives is waited for at once."""
+        """Whether the framework waits for each of its collectives at once."""
         return self.machine.is_cpu and self.around is Layout.SHARDED
 
     def collective(
         self, purpose: str, op: str, nbytes: float, group: Group, *, direct: bool = False
     ) -> Exchange:
-        """``direct``: by messages on gloo, as dmuon does it."""
+        """Return a `collective`; ``direct``: by messages on gloo, as dmuon sends them."""
         op = "all_to_all" if direct and self.machine.is_cpu else op
         return collective(purpose, op, nbytes, group, is_gloo=self.machine.is_cpu)
 
     def gathers(self, block: Block) -> list[Exchange]:
-        """Of a block's weights, before it runs."""
+        """Return the gathers of a block's weights before it runs."""
         groups, found = self.groups, list[Exchange]()
         if self.around is Layout.DEDICATED:
             owned, of = sum(block.weights) - block.rest, groups.shards
@@ -525,7 +525,7 @@ class Job:
         return [each for each in found if each]
 
     def reductions(self, block: Block) -> list[Exchange]:
-        """Of its gradients."""
+        """Return the reductions of a block's gradients."""
         groups, whole, make = self.groups, sum(block.gradients), self.collective
         if self.around is Layout.REPLICATED:
             every = [make("DDP all-reduce", "all_reduce", whole, groups.world)]
@@ -534,7 +534,7 @@ class Job:
             every = [make("FSDP reduce-scatter", "reduce_scatter", n, of) for n, of in both]
             shards = [(n / of.ranks, groups.replicas) for n, of in both]
             every += [make("HSDP all-reduce", "all_reduce", n, of) for n, of in shards]
-        else:  # matrices' to owners, and those of the rest to all, or to shards
+        else:  # matrices' gradients to owners, the others to all ranks, or to shards
             rest = whole * block.rest / (sum(block.weights) or 1)
             of = groups.shards if self.around is Layout.DEDICATED else groups.world
             is_cut = self.around is Layout.DEDICATED and self.shards_rest
@@ -549,19 +549,19 @@ class Job:
         return [each for each in every if each]
 
     def to_owners(self, block: Block) -> Exchange:
-        """In "dedicated" with replicas, after backward: gradients from holders to owners."""
+        """Return what `dedicated` with replicas sends after backward: gradients to owners."""
         whole = sum(block.gradients) * (self.around is Layout.DEDICATED)
         owned = whole * (1 - block.rest / (sum(block.weights) or 1)) / self.groups.shards.ranks
         purpose = "gradients across replicas"
         return self.collective(purpose, "reduce_scatter", owned, self.groups.replicas, direct=True)
 
     def of_rest(self, block: Block, op: str) -> Exchange:
-        """FSDP2's own collective in "dedicated" on gloo, where it is waited for."""
+        """Return FSDP2's own collective in `dedicated` on gloo, where FSDP2 waits for it."""
         waits = self.around is Layout.DEDICATED and self.shards_rest and self.machine.is_cpu
         return self.collective(f"FSDP {op}", op, block.rest * waits, self.groups.shards)
 
     def to_holders(self, block: Block) -> Exchange:
-        """In "dedicated" with replicas, what owners publish of a block, in the kept dtype."""
+        """Return the publishing of a block in `dedicated` with replicas, in the stored dtype."""
         owned = (sum(block.weights) - block.rest) / self.groups.shards.ranks
         owned *= self.work.item / (self.load.used or self.work.item)
         return self.collective("weights to holders", "all_gather", owned, self.groups.replicas)
@@ -571,8 +571,8 @@ class Job:
 
 
 class Model:
-    """Forward and backward of a job, with the collectives of its framework. ``late``: updates that
-    a layer of the next forward waits for."""
+    """Forward and backward of a job, with the collectives of its framework. ``late``: by layer, the
+    updates that it waits for in the next forward."""
 
     def __init__(self, run: Run, job: Job) -> None:
         self.run, self.job = run, job
@@ -592,7 +592,7 @@ class Model:
                 run.exchange(f"{block.name} {name}", each)
 
     def _copies(self, nbytes: float) -> None:
-        """Into and out of the buffers of FSDP2's collectives."""
+        """Copy into and out of the buffers of FSDP2's collectives."""
         if self.job.around is Layout.SHARDED and self.job.groups.shards.ranks > 1:
             ms = self.run.machine.passes_ms(2 * nbytes, new=True)
             self.run.compute("buffers", "copies of FSDP", ms, 4)
@@ -614,7 +614,7 @@ class Model:
         return sent
 
     def _through(self, layers: Sequence[tuple[int, Block]], kind: str) -> Iterator[Block]:
-        """Compute layer by layer, each with its weights; the next ones come meanwhile."""
+        """Compute layer by layer, each with its weights, while the next layer's weights travel."""
         following = self._gather(layers[0][1]) if layers and not self.job.waits else []
         for n, (i, block) in enumerate(layers):
             arriving = self._gather(block) if self.job.waits else following
@@ -657,7 +657,7 @@ Program = Callable[[Run, Job, Model], None]
 
 
 def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int = 1) -> None:
-    """Elementwise passes over so many elements of a rank, by so many ``times`` their calls."""
+    """Run elementwise passes over so many elements of a rank, in so many ``times`` their calls."""
     *each, calls = of
     items, ns_items = each[not run.machine.is_cpu]
     nbytes = (items * job.work.item + ns_items * job.work.ns_item) * elements
@@ -665,18 +665,18 @@ def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int
 
 
 def adamw(run: Run, job: Job, model: Model) -> None:
-    """AdamW on everything; foreach, or fused."""
+    """Run AdamW on everything; foreach, or fused."""
     _passes(run, job, "AdamW", _ADAMW, job.work.matrices + job.work.adamw)
 
 
 def full_step(run: Run, job: Job, model: Model) -> None:
-    """Muon, momentum with parameters: `ParamsEngine._full_step`."""
+    """Run Muon with momentum on params: `ParamsEngine._full_step`."""
     _passes(run, job, "operands", _OPERAND, job.work.matrices)
     _Pipelined(run, job).run(run.send("verdict", job.verdict), model)
 
 
 class _Pipelined:
-    """`Pipeline.run`: what is sent and not yet waited for, by bucket, and its next turn."""
+    """`Pipeline.run`: by bucket, the collectives under way and the next turn."""
 
     def __init__(self, run: Run, job: Job) -> None:
         self._run, self._job = run, job
@@ -721,7 +721,7 @@ class _Pipelined:
             self.apply(b)
 
     def _meanwhile(self, part: float, left: float) -> float:
-        """A part of what is left of what lies alone, and at last all else; what is left then."""
+        """Do a part of the work ``left`` on matrices alone, at last all else; return the rest."""
         run, work = self._run, self._job.work
         if work.alone_ms.any():
             now = part * left
@@ -738,7 +738,7 @@ class _Pipelined:
             self._gathers[b] = self._run.send(f"gather {b}", self._job.buckets[b].gather)
 
     def send_turns(self, last: int) -> None:
-        """The next turn of this bucket, and then of those before it."""
+        """Send the next turn of this bucket, and then of the buckets before it."""
         for back in range(self.depth + 1):
             self._send_turn(last - back)
 
@@ -759,7 +759,7 @@ class _Pipelined:
 
 
 def block_step(run: Run, job: Job, model: Model) -> None:
-    """MuonBP's block step: no traffic."""
+    """Run MuonBP's block step, without traffic."""
     work, (ms, batches) = job.work, job.work.blocks
     _passes(run, job, "operands", _OPERAND, work.matrices)
     _passes(run, job, "momentum", _COMMIT, work.matrices)
@@ -769,8 +769,8 @@ def block_step(run: Run, job: Job, model: Model) -> None:
 
 
 def owners_step(run: Run, job: Job, model: Model) -> None:
-    """Muon, momentum with owners, whose prices include it. In `reduce_to_owner` buckets of updates
-    go from all owners to all ranks."""
+    """Run Muon with momentum at owners, as prices include it. In `reduce_to_owner` buckets of
+    updates go from all owners to all ranks."""
     run.exchange("verdict", job.verdict)
     way, count = _Pipelined(run, job), len(job.buckets)
     for b in range(count + way.depth):
@@ -791,7 +791,7 @@ def owners_step(run: Run, job: Job, model: Model) -> None:
 
 
 def redundant_step(run: Run, job: Job, model: Model) -> None:
-    """Every rank orthogonalizes everything: `torch.optim.Muon`, after DDP or, where weights are
+    """Run `torch.optim.Muon`: every rank orthogonalizes everything, after DDP or, if weights are
     sharded, after an all-gather of each momentum in turn ("gather-then-compute")."""
     (ms, count), work = job.work.every, job.work
     each = work.ns_item * work.whole / max(1, count) * (job.around is Layout.SHARDED)
@@ -811,8 +811,8 @@ def redundant_step(run: Run, job: Job, model: Model) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step: ``ms`` in all, ``optimizer_ms`` in the optimizer; ``run`` has the spans,
-    from ``since`` on."""
+    """A training step: ``ms`` in all, ``optimizer_ms`` in the optimizer; its spans are those of
+    ``run`` from ``since`` on."""
 
     ms: float
     optimizer_ms: float
@@ -821,37 +821,37 @@ class Step:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Milliseconds of the slowest rank by kind of work, and by what it waited for."""
+        """Milliseconds of the slowest rank by kind of work, and by kind of wait."""
         return self.run.parts(self.since)
 
     @property
     def critical_path(self) -> dict[str, float]:
-        """Milliseconds by kind along the chain of what had to be waited for."""
+        """Milliseconds by kind along the chain of spans that waited for each other."""
         return self.run.critical_path(self.since)
 
 
 def link_ms(job: Job) -> float:
-    """Milliseconds of all that its buckets send, if the links never wait."""
+    """Return the milliseconds of all traffic of the job's buckets if the links never wait."""
     machine, every = job.machine, [e for b in job.buckets for e in (b.gather, *b.turns)]
     levels = sum(e.inside for e in every) / machine.inside, sum(e.across / e.share for e in every)
     return 1e3 * max(levels[0], levels[1] / machine.across)
 
 
 def optimizer_ms(job: Job) -> float:
-    """Milliseconds of Muon's full step alone."""
+    """Return the milliseconds of Muon's full step alone."""
     run = Run(job.machine, len(job.work.matrices))
     own_step(job)(run, job, Model(run, job))
     return float(run.now.max())
 
 
 def own_step(job: Job) -> Program:
-    """Muon as the job's layout runs it."""
+    """Return the program of Muon in the job's layout."""
     return owners_step if job.around.keeps_state_at_owners else full_step
 
 
 def simulate(job: Job, program: Program | None = None) -> Step:
-    """The second of two training steps, so that what one leaves to the next counts; ``program`` is
-    the optimizer's (None: Muon as the job's layout runs it)."""
+    """Return the second of two training steps, so that work left over by a step counts; ``program``
+    is the optimizer's (None: `own_step`)."""
     run = Run(job.machine, len(job.work.matrices))
     model, since, begin = Model(run, job), 0.0, 0.0
     for _ in range(2):

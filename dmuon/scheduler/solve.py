@@ -1,9 +1,9 @@
 """Planning: prices -> problem -> counts -> owners (placement) -> batches -> plan.
 
 Counts come from one of `SOLVERS`. "auto" begins with the greedy solver; until a plan is proven
-optimal, it looks for better counts, and for proofs that there are none, with `patterns`. Counts
-must be feasible and better than those known, and a bound is computed in integers here, whatever a
-solver says. Work limits come first, the wall clock is the last.
+optimal, it looks for better counts, and for proofs that there are none, with `patterns`. Counts are
+taken only if they are feasible and better than the known ones, and bounds are computed in integers
+here, whatever a solver says. Work limits come first, the wall clock last.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
 from dmuon.scheduler.topology import Topology, launch_order, layer_of, place
 from dmuon.types import Layout, PlanError, grouped
 
-_ATTEMPTS = 16  # at finding better counts, and as many at raising the bound
-_CLOSE = 1e-5  # of the makespan: gaps below this are not halved any more
-_MOST_SHAPES = 200  # more make programs too slow for what they gain
+_ATTEMPTS = 16  # to find better counts, and as many to raise the bound
+_CLOSE = 1e-5  # of the makespan: smaller gaps are not halved any more
+_MOST_SHAPES = 200  # more shapes make linear programs too slow for their gain
 _MOST_CLASSES = 12
-_MOST_DOMAINS = 8  # improved by themselves, after which the others are no longer the busiest
+_MOST_DOMAINS = 8  # how often the busiest domain is improved by itself
 
 
 class Budget:
-    """The wall clock, which is asked only after the work limits; ``hit`` if it ever cut short."""
+    """The wall clock, asked only after the work limits; ``hit`` once it has cut a search short."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._end, self.hit = now, now() + seconds, False
@@ -72,8 +72,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """Counts, and what is known about them; times in ticks. ``values`` as `patterns.refuted` needs
-    them to show that the makespan before ``bound`` is out of reach."""
+    """Counts, their makespan and its bound in ticks. With ``values``, `patterns.refuted` shows that
+    ``bound - 1`` is out of reach."""
 
     counts: Counts
     solver: str
@@ -96,15 +96,15 @@ def solve(
     batch_numel: int = BATCH_NUMEL,
     way: Way = Way(),  # noqa: B008  frozen
 ) -> OwnershipPlan:
-    """Assign every matrix to an owner, balancing predicted time; ``way`` says what parts of the
-    mesh compute by themselves, and how buckets are cut.
+    """Assign every matrix to an owner, balancing predicted time; ``way`` says which matrices each
+    part of the mesh computes by itself, and how buckets are cut.
 
-    Pure; equal input gives an equal plan, in whatever order the matrices come. Without ``limits``
-    any rank may own anything, and keeps what `StateSizes.limits` says. ``batch_numel``: the most
-    elements of a batch of several matrices.
+    The function is pure; equal input gives an equal plan, whatever the order of the matrices.
+    Without ``limits`` any rank may own any matrix, and stores as much as `StateSizes.limits` says.
+    ``batch_numel``: the most elements of a batch of several matrices.
 
     Raises:
-        PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
+        PlanError: the solver is unknown, a shape has no cost, or no plan fits the memory cap.
     """
     options = options or PlannerOptions()
     if solver not in SOLVERS:
@@ -120,7 +120,7 @@ def solve(
     problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
     order = launch_order([matrix.name for matrix in specs.matrices])
     simple = baselines(problem, order, spent=budget.spent)
-    # A search that the clock cut short is not compared with.
+    # A search that the clock cut short is not reported for comparison.
     known = [name for name in simple if name != "greedy" or not budget.hit]
     alternatives = tuple((n, problem.ms(problem.makespan(simple[n]))) for n in known)
     found = SOLVERS[solver](problem, simple, budget)
@@ -149,7 +149,7 @@ def solve(
 def _outcome(
     problem: Problem, found: Found, budget: Budget, alternatives: tuple[tuple[str, float], ...]
 ) -> dict[str, Any]:
-    """The fields of a plan that say what was found, and how."""
+    """Return the fields of a plan that describe the solution and the search."""
     is_optimal = found.bound >= found.makespan
     return {
         "solver": found.solver,
@@ -163,7 +163,7 @@ def _outcome(
 def price_rows(
     specs: ModelSpecs, costs: CostTable, max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[PriceRow, ...]:
-    """The prices of every shape of the model in batches of 1, 2, ... up to `largest_batch`."""
+    """Return prices of every shape of the model in batches of 1, 2, ... up to `largest_batch`."""
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)
@@ -191,7 +191,7 @@ def _greedy(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Foun
 
 
 def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
-    """The greedy counts, or better ones, and a better bound, from patterns."""
+    """Return the greedy counts, or better counts and a better bound from patterns."""
     plain = _greedy(problem, simple, budget)
     if plain.bound >= plain.makespan:
         return plain
@@ -212,29 +212,29 @@ def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
     return replace(plain, note="; ".join(filter(None, (note, "this is the greedy plan"))))
 
 
-# A solver is given the problem, the counts of simple methods by name, and the clock. It raises
-# PlanError where no assignment fits the memory cap, with the smallest cap that is known to.
+# A solver takes the problem, the counts of simple methods by name, and the clock. It raises
+# PlanError if no assignment fits the memory cap, with the smallest cap that is known to suffice.
 SOLVERS: Mapping[str, Callable[[Problem, dict[str, Counts], Budget], Found]] = MappingProxyType(
     {"auto": _best, "milp": _best, "greedy": _greedy, "round_robin": _round_robin}
 )
 
 
 def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
-    """Counts with the bound that needs no solver."""
+    """Return counts with the bound that needs no solver."""
     makespan = problem.makespan(counts)
     return Found(counts, name, makespan, min(simple_bound(problem), makespan))
 
 
 class _Bisection:
-    """Finds better counts, and raises the bound, by trying makespans between the two."""
+    """Finds better counts and raises the bound, by trying makespans between both."""
 
     def __init__(self, problem: Problem, found: Found, budget: Budget) -> None:
         self.problem, self.found, self.budget = problem, found, budget
 
     def improve(self) -> None:
-        """Look for better counts: in turn just below those known, because nothing is left to do if
-        that is out of reach, and halfway to what is."""
-        hopeless = self.found.bound - 1  # nothing was found for this makespan
+        """Look for better counts, by turns just below the known makespan, because the search ends
+        if that is out of reach, and halfway down to the largest makespan that is."""
+        hopeless = self.found.bound - 1  # no counts were found for this makespan
         for attempt in range(_ATTEMPTS):
             if hopeless >= self.found.makespan - 1 or self.budget.spent():
                 return
@@ -246,7 +246,7 @@ class _Bisection:
 
     def prove(self) -> None:
         """Raise the bound towards the makespan of the counts."""
-        low, high = self.found.bound, self.found.makespan - 1  # the least makespan that may be open
+        low, high = self.found.bound, self.found.makespan - 1  # makespans in between are open
         for _ in range(_ATTEMPTS):
             if high - low <= _CLOSE * high or self.budget.spent():
                 return
@@ -255,8 +255,8 @@ class _Bisection:
             low, high = (self.found.bound, high) if self.found.bound > middle else (low, middle)
 
     def _try(self, limit: int, *, prove: bool = False) -> bool:
-        """Find counts within a makespan, or else show that there are none; True if counts are
-        found. With ``prove`` only the latter."""
+        """Find counts within a makespan, or show that none exist; True if better counts are found.
+        With ``prove`` no integer program is solved."""
         problem = self.problem
         listed = every_pattern(problem, limit)
         some = near_patterns(problem, self.found.counts, limit) if listed is None else listed
@@ -291,7 +291,7 @@ class _Bisection:
             self.found = replace(self.found, bound=limit + 1, values=values)
 
     def _take(self, counts: Counts | None) -> bool:
-        """Keep counts if they are better than those known."""
+        """Keep counts if they are better than the known ones; True if so."""
         if counts is None or not self.problem.is_feasible(counts):
             return False
         counts = improve(self.problem, counts, self.budget.spent)
@@ -302,8 +302,8 @@ class _Bisection:
 
 
 def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """[domains, shapes]: how many of each shape a domain takes: what only one may take first, then
-    the costliest, each where owners are least busy."""
+    """Return, [domains, shapes], how many of each shape a domain takes: first shapes that only one
+    may take, then the costliest, each matrix where owners are least busy."""
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
     sizes = np.array([sum(c.size for c in domain) for domain in domains])
     loads = np.array([sum(c.fixed * c.size for c in domain) for domain in domains]) / sizes
@@ -311,7 +311,7 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
     may = [np.flatnonzero(column) for column in allowed.T]  # by shape
     for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
         shape, those = problem.shapes[s], may[s]
-        usual = -(-shape.count // int(sizes[those].sum()))  # of an owner, about
+        usual = -(-shape.count // int(sizes[those].sum()))  # per owner, about
         more = int(shape.ticks[usual]) / usual / sizes[those]
         for _ in range(shape.count):
             after = loads[those] + more
@@ -322,7 +322,7 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
 
 
 def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
-    """Counts of domains that are filled by themselves, if better than the ``counts`` known."""
+    """Return counts from filling each domain by itself, if better than the known ``counts``."""
     domains = list(grouped((owner.allowed, owner) for owner in problem.classes).values())
     found: dict[Problem, Counts] = {}
     parts = []
@@ -331,7 +331,7 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
         parts.append(problem.part(mine, share))
         if (part := parts[-1][0]) not in found:
             if (start := greedy(part, [], budget.spent)) is None:
-                return counts  # shares do not look at memory
+                return counts  # shares ignore memory
             found[part] = start
     for _ in range(_MOST_DOMAINS if has_engine() else 0):
         worst = max(found, key=lambda part: part.makespan(found[part]))
@@ -353,8 +353,8 @@ def _with_copies(
     plan: OwnershipPlan, problem: Problem, way: Way, order: Sequence[int], solver: str,
     budget: Budget,
 ) -> OwnershipPlan:  # fmt: skip
-    """``plan``, in which each part of the mesh computes some matrices: shared out in each part in
-    the same way, and then what has one owner around them. Its bound holds, as that adds work."""
+    """Return ``plan`` with some matrices computed by each part of the mesh, distributed alike in
+    each; the others are assigned around them. The bound still holds, because copies add work."""
     specs, world, batches = plan.specs, plan.topology.world, list[Batch]()
     prices, busy = {row.key: row.ms for row in plan.prices}, np.zeros(world, np.int64)
     limits, stored = plan.limits, [plan.limits.fixed_bytes_of(rank) for rank in range(world)]
@@ -396,9 +396,9 @@ def _with_copies(
 
 
 def _tight(problem: Problem, budget: Budget) -> Counts:
-    """Counts where the memory cap leaves little. They start from how the fullest rank stores least:
-    the same assignment problem, with bytes in place of ticks. PlanError, with the smallest cap that
-    is known to fit, if none is found."""
+    """Return counts under a tight memory cap. The search starts from counts whose fullest rank
+    stores least: the same assignment problem, with bytes in place of ticks. PlanError, with the
+    smallest cap that is known to suffice, if it finds none."""
     cap = problem.memory_cap
     assert cap is not None
     in_bytes = replace(
@@ -427,7 +427,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
 
 
 def _check_fixed_bytes(limits: OwnerLimits, world: int, layout: Layout) -> None:
-    """Raise PlanError if a rank stores more than the cap, whatever it owns."""
+    """Raise PlanError if a rank's fixed bytes alone exceed the cap."""
     cap = limits.memory_bytes
     if layout.keeps_state_at_owners or cap is None:
         return
@@ -448,7 +448,7 @@ def _mebibytes(nbytes: int) -> str:
 def _owners(
     specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
 ) -> dict[int, int]:
-    """Counts made concrete: consecutive matrices on different owners."""
+    """Return the owner of each matrix by ``counts``; consecutive matrices get different owners."""
     owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
@@ -465,7 +465,7 @@ def _owners(
 def _batches(
     problem: Problem, owners: Mapping[int, int], order: Sequence[int], prices: Iterable[PriceRow]
 ) -> tuple[Batch, ...]:
-    """Each owner's matrices in the cheapest batches, first layers first."""
+    """Divide each owner's matrices into the cheapest batches, the first layers first."""
     position = {i: at for at, i in enumerate(order)}
     rows = {row.key: row for row in prices}
     made = []

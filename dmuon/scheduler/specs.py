@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmuon.types import Algorithm, Layout, PlanError
 
-# Names that wrappers add to those that the user wrote: DDP, torch.compile, checkpointing.
+# Parts that wrappers add to the user's names: DDP, torch.compile, checkpointing.
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
@@ -28,7 +28,7 @@ ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, 
 
 
 def canonical_name(name: str) -> str:
-    """The user's own name of a parameter or module, wrapper components stripped.
+    """Return the user's own name of a parameter or module, without wrapper components.
 
     >>> canonical_name("module._orig_mod.my_module.0.weight")
     'my_module.0.weight'
@@ -37,14 +37,14 @@ def canonical_name(name: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" of `torch.float32`."""
+    """Return the name of a dtype: "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``offset .. offset + shape`` of a tensor; with ``steps``, of interleaved matrices,
-    every so manyth of a dim, where other boxes have as many or none.
+    """Elements ``offset .. offset + shape`` of a tensor; with ``steps``, for interleaved matrices,
+    every ``step``-th element of a dim, in which other boxes have the same step or 1.
 
     >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
     Box(offset=(2, 1), shape=(1, 2))
@@ -72,7 +72,7 @@ class Box:
         return tuple(start + max(0, (size - 1) * step + 1) for start, size, step in dims)
 
     def intersection(self, other: Box) -> Box:
-        """The elements that both contain; its numel is 0 if there are none."""
+        """Return the elements that both contain; numel is 0 if there are none."""
         if self.steps or other.steps:
             return self._every_nth(other)
         low = tuple(map(max, self.offset, other.offset))
@@ -80,7 +80,7 @@ class Box:
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
     def _every_nth(self, other: Box) -> Box:
-        """The intersection where one of the boxes has steps."""
+        """Return the intersection if one of the boxes has steps."""
         dims, every = [], (1,) * len(self.shape)
         both = (zip(b.offset, b.ends, b.steps or every, strict=True) for b in (self, other))
         for (start, end, step), (its_start, its_end, its_step) in zip(*both, strict=True):
@@ -92,30 +92,30 @@ class Box:
         return Box(*zip(*dims))
 
     def reaches(self, index: tuple[int, ...]) -> bool:
-        """True if it has something at this index of the first dims."""
+        """Return whether the box has elements at this index of the first dims."""
         return all(o <= i < o + n for o, i, n in zip(self.offset, index, self.shape))
 
     def is_range_of(self, shape: Sequence[int]) -> bool:
-        """True if a tensor of ``shape`` holds these elements one after the other."""
+        """Return whether these elements are consecutive in a tensor of ``shape``."""
         cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]
         return not self.steps and all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
 
     def within(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of ``outer``."""
+        """Return the same elements, relative to the corner of ``outer``."""
         offset = tuple(map(sub, self.offset, outer.offset))
         if not outer.steps:
             return Box(offset, self.shape, self.steps)
         return Box(tuple(map(floordiv, offset, outer.steps)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes these elements out of a tensor."""
+        """Return the index that takes these elements out of a tensor."""
         return tuple(map(slice, self.offset, self.ends, self.steps or (None,) * len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The ``box`` of a parameter that one rank holds, its coordinates along the mesh axes that
-    replicate, and the global ``ranks`` that hold the parameter together, sorted."""
+    """The ``box`` of a parameter that one rank holds, the rank's coordinates along the mesh axes
+    that replicate, and the sorted global ``ranks`` that hold the parameter together."""
 
     ranks: tuple[int, ...]
     replica: tuple[int, ...]
@@ -123,12 +123,12 @@ class LocalShard:
 
 
 class Form(str, Enum):
-    """How a box of a parameter reads as a matrix of (outputs, inputs). ``..._in_out`` are stored
-    inputs first, as `x @ W` needs it."""
+    """How to read a box of a parameter as a matrix (outputs, inputs). ``..._in_out`` are stored
+    inputs first, as `x @ W` needs them."""
 
     FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
     FLAT_IN_OUT = "flat_in_out"  # FLAT after dims 0 and 1 swap, as in transposed convolutions
-    STACK = "stack"  # the last two dims; the ones before them have size 1
+    STACK = "stack"  # the last two dims; all dims before them have size 1
     STACK_IN_OUT = "stack_in_out"  # the last two dims, swapped
 
     @property
@@ -140,28 +140,28 @@ class Form(str, Enum):
         return self in (Form.FLAT_IN_OUT, Form.STACK_IN_OUT)
 
     def stored(self, *, in_out: bool) -> Form:
-        """The same, inputs first or outputs first."""
+        """Return the same form, stored inputs first or outputs first."""
         return Form(self.value.removesuffix("_in_out") + "_in_out" * in_out)
 
     def dims(self, ndim: int) -> tuple[int, int]:
-        """Where the rows lie in a parameter of ``ndim`` dims, and (the first of) the columns."""
+        """Return the dims of the rows and (first) columns in a parameter of ``ndim`` dims."""
         first = ndim - 2 if self.is_stack else 0
         return (first + 1, first) if self.is_in_out else (first, first + 1)
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a box of ``shape``."""
+        """Return the rows and columns of a box of ``shape``."""
         rows, cols = self.dims(len(shape))
         return shape[rows], shape[cols] * (1 if self.is_stack else math.prod(shape[2:]))
 
     def rows_first(self, box: Tensor) -> Tensor:
-        """A view ``(rows, ...)`` of a box; a convolution has several trailing dims."""
+        """Return a view ``(rows, ...)`` of a box; a convolution has several trailing dims."""
         box = box[(0,) * (box.ndim - 2)] if self.is_stack else box
         return box.transpose(0, 1) if self.is_in_out else box
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """How one parameter is routed, and why."""
+    """A parameter, the algorithm that updates it, and the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -182,7 +182,7 @@ class ParameterSpec:
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
     """One operand of Newton-Schulz: a box of a parameter (an index into `ModelSpecs.parameters`),
-    read by ``form``, from element ``start`` on, with every ``steps``-th of the (rows, columns)."""
+    read by ``form`` from element ``start`` on, with every ``steps``-th of the (rows, columns)."""
 
     name: str
     parameter: int
@@ -203,11 +203,11 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """(short side, long side, dtype): what decides cost and batches."""
+        """(short side, long side, dtype), which decides costs and batches."""
         return (min(self.shape), max(self.shape), self.dtype)
 
     def box(self, shape: Sequence[int]) -> Box:
-        """Its box in a parameter of this shape.
+        """Return the box of the matrix in a parameter of this shape.
 
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
         Box(offset=(1, 0, 2), shape=(1, 4, 3))
@@ -222,7 +222,7 @@ class MatrixSpec:
         return Box(offset, tuple(others + pair if self.form.is_stack else pair + others), (*steps,))
 
     def copy(self, number: int, count: int) -> MatrixSpec:
-        """One of ``count`` copies, each of which groups of ranks hold by themselves."""
+        """Return one of ``count`` copies, each of which has its own set of ranks."""
         name = f"{self.name} (copy {number} of {count})" if count > 1 else self.name
         return replace(self, name=name)
 
@@ -232,7 +232,7 @@ class MatrixSpec:
         return replace(self, name=_COPY.sub("", self.name))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """True if a parameter of this shape can contain it."""
+        """Return whether a parameter of this shape can contain the matrix."""
         if len(shape) < 2:
             return False
         box = self.box(shape)
@@ -240,7 +240,7 @@ class MatrixSpec:
         return inside and self.form.matrix_shape(box.shape) == self.shape
 
     def view(self, parameter: Tensor) -> Tensor:
-        """This matrix inside a tensor of its parameter's shape, as a view of ``(rows, ...)``."""
+        """Return this matrix as a view ``(rows, ...)`` of a tensor of its parameter's shape."""
         return self.form.rows_first(parameter[self.box(parameter.shape).slices()])
 
 
@@ -284,16 +284,16 @@ class ModelSpecs:
 class OwnerLimits:
     """Fixed loads, the memory cap, and which ranks may own which matrix.
 
-    ``fixed_ms`` and ``fixed_bytes``: work and optimizer state that each rank has anyway (empty:
-    none). `dedicate_params` counts AdamW's state and momentum that lies with the parameters.
-    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
-    the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
-    where momentum lies with the owners, and none elsewhere.
+    ``fixed_ms`` and ``fixed_bytes``: work and optimizer state that each rank has whatever it owns
+    (empty: none). `dedicate_params` counts AdamW's state and momentum that lies with the
+    parameters. ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included.
+    ``matrix_bytes`` is the state that each matrix puts on its owner; empty means momentum in the
+    parameter's dtype if momentum lies with the owners, and none otherwise.
 
-    A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
-    one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
-    the domain of each matrix; empty: every rank may own every matrix. Only matrices of one domain
-    are batched together."""
+    A *domain* is a set of ranks that may own a matrix: the ranks of ``dp`` for dense matrices, of
+    one ``ep`` coordinate for its experts, a single rank for a matrix that is whole there.
+    ``domain_of`` is the domain of each matrix; empty: every rank may own every matrix. Only
+    matrices of one domain are batched together."""
 
     fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
@@ -331,11 +331,11 @@ class OwnerLimits:
         return self.fixed_bytes[rank] if self.fixed_bytes else 0
 
     def is_forced(self, matrix: int) -> bool:
-        """True if a single rank may own it."""
+        """Return whether only one rank may own the matrix."""
         return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
 
     def state_bytes(self, number: int, matrix: MatrixSpec, layout: Layout) -> int:
-        """The state that the matrix of this number puts on its owner."""
+        """Return the bytes of state that the matrix of this number puts on its owner."""
         if self.matrix_bytes:
             return self.matrix_bytes[number]
         return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
@@ -350,7 +350,7 @@ class StateSizes:
 
     @classmethod
     def plain(cls, specs: ModelSpecs) -> StateSizes:
-        """Momentum and AdamW's two moments in the dtypes of the parameters."""
+        """Return the sizes of momentum and AdamW's two moments in the parameters' dtypes."""
         moments = {Algorithm.MUON: 1, Algorithm.ADAMW: 2}
         each = (ITEM_SIZE.get(p.dtype, 4) * moments[p.algorithm] for p in specs.parameters)
         return cls(tuple(each), (0,) * len(specs.matrices))
@@ -358,7 +358,7 @@ class StateSizes:
     def limits(
         self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None
     ) -> OwnerLimits:
-        """Without domains, and in `dedicated` without AdamW's state, whose ranks nobody knows."""
+        """Return limits without domains, and with AdamW's state only in `reduce_to_owner`."""
         adamw = [i for i in specs.adamw_parameters() if layout is Layout.REDUCED]
         whole = sum(specs.parameters[i].numel * self.per_element[i] for i in adamw)
         each = self.at_owners

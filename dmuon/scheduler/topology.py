@@ -11,8 +11,8 @@ N=4, G=8, in XOR order::
     node 2   16  25   2  11  20  29   6  15
     node 3   24  17  10   3  28  21  14   7
 
-Once it is decided how many of each shape every owner takes, `place` gives different owners to
-matrices that travel at the same time, as docs/scheduler.md explains. There an owner is its position
+Given how many matrices of each shape every owner takes, `place` gives different owners to matrices
+that travel at the same time, as docs/scheduler.md explains. It represents an owner by its position
 in the owner order.
 """
 
@@ -30,7 +30,7 @@ from dmuon.types import DmuonError, grouped
 
 MAX_RANKS = 100_000
 _Matrix = tuple[int, str]  # shape and layer
-_Pattern = tuple[tuple[int, int], ...]  # (shape, how many), ascending: what one owner takes
+_Pattern = tuple[tuple[int, int], ...]  # (shape, number), ascending: one owner's matrices
 
 _SEEN = 24  # turns that one matrix chooses from
 _PARTNERS_SEEN = 512  # matrices that one exchange chooses from
@@ -40,10 +40,10 @@ _LAYER = re.compile(r"(?:[^.]*\.)*?[0-9]+(?=\.|\Z)")  # parts up to the first nu
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks among which matrices are shared out, numbered 0 .. world-1 in mesh order.
+    """The ranks among which matrices are distributed, numbered 0 .. world-1 in mesh order.
 
     ``shape`` and ``axes`` are the mesh's sizes and axis names. ``ranks_per_node`` consecutive
-    ranks sit on one node, the last node may have fewer; or ``node_of`` gives the node of every
+    ranks are on one node, and the last node may have fewer; or ``node_of`` gives the node of every
     rank, and ``ranks_per_node`` is the size of the largest node.
 
     >>> Topology(shape=(2, 4), axes=("replicate", "shard"), ranks_per_node=4).nodes
@@ -77,7 +77,7 @@ class Topology:
     def flat(
         cls, world: int, *, ranks_per_node: int | None = None, device_type: str = "cpu"
     ) -> Topology:
-        """A one-axis mesh of ``world`` data-parallel ranks."""
+        """Return a one-axis mesh of ``world`` data-parallel ranks."""
         return cls((world,), ("dp",), ranks_per_node or world, device_type)
 
     @classmethod
@@ -88,8 +88,8 @@ class Topology:
         nodes: Sequence[int],
         device_type: str = "cpu",
     ) -> Topology:
-        """A mesh of which rank ``i`` sits on the node called ``nodes[i]``. Nodes are numbered as
-        they appear, so equal groupings give equal topologies.
+        """Return a mesh whose rank ``i`` is on the node called ``nodes[i]``. Nodes are numbered in
+        order of appearance, so equal groupings give equal topologies.
 
         >>> Topology.on_nodes((4,), ("dp",), [7, 3, 7, 3]).node_of
         (0, 1, 0, 1)
@@ -113,16 +113,16 @@ class Topology:
 
     @property
     def columns(self) -> int:
-        """Ranks on the largest node."""
+        """The number of ranks on the largest node."""
         return min(self.ranks_per_node, self.world)
 
     def node(self, rank: int) -> int:
         return self.node_of[rank] if self.node_of else rank // self.ranks_per_node
 
     def columns_of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Some ranks, so that what each has may come to all in two turns: among the ranks of a
-        column, one per node, and then inside nodes. One column where that is no gain: one node, one
-        rank on each, or not as many on each.
+        """Arrange ranks so that they can share their data in two turns: inside columns of one rank
+        per node, and then inside nodes. Return a single column if that gains nothing: with one
+        node, one rank per node, or different numbers of ranks on the nodes.
 
         >>> topology = Topology.flat(8, ranks_per_node=4)
         >>> topology.columns_of((0, 2, 4, 7)), topology.columns_of((1, 2))
@@ -134,7 +134,7 @@ class Topology:
         return (tuple(ranks),)
 
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node by column.
+        """Return the ranks of each node by column.
 
         >>> Topology.flat(5, ranks_per_node=2).slots()
         ((0, 1), (2, 3), (4,))
@@ -143,7 +143,7 @@ class Topology:
         return tuple(tuple(rows[node]) for node in range(self.nodes))
 
     def owner_order(self) -> tuple[int, ...]:
-        """All ranks, so that consecutive ones share neither a node nor a column, as
+        """Return all ranks in an order whose neighbours share neither a node nor a column, as
         `diagonal_slots` promises for nodes of equal size.
 
         >>> Topology.flat(8, ranks_per_node=4).owner_order()
@@ -155,7 +155,7 @@ class Topology:
 
 
 def holds_replicas(axis: str) -> bool:
-    """Whether HSDP replicates along a mesh axis, by its name.
+    """Return whether HSDP replicates along a mesh axis, by its name.
 
     >>> [holds_replicas(axis) for axis in ("replicate", "dp_replicate", "dp_shard")]
     [True, True, False]
@@ -164,10 +164,10 @@ def holds_replicas(axis: str) -> bool:
 
 
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
-    """Every ``(node, column)`` of a grid once, in owner order.
+    """Return every ``(node, column)`` of a grid once, in owner order.
 
-    In XOR order (see above) where both are powers of two and ``columns >= nodes``; all other grids
-    use a rotation. docs/scheduler.md says what both promise, and why.
+    The order is XOR (see above) if both sizes are powers of two and ``columns >= nodes``; all other
+    grids use a rotation. docs/scheduler.md says what both orders promise, and why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
@@ -180,8 +180,8 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
 
 def local_world_size() -> int | None:
-    """The number of ranks per node that ``torchrun`` tells its processes; None without torchrun.
-    DmuonError if it is no positive integer."""
+    """Return the number of ranks per node that ``torchrun`` tells its processes, or None without
+    torchrun. DmuonError if it is not a positive integer."""
     if (text := os.environ.get("LOCAL_WORLD_SIZE")) is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -202,16 +202,16 @@ def place(
     interchangeable: Sequence[Sequence[int]],
     topology: Topology,
 ) -> list[int]:
-    """The owner of each matrix, given how many of each shape every owner takes.
+    """Return the owner of each matrix, given how many of each shape every owner takes.
 
-    ``shapes`` and ``layers`` ("" for none) are those of each matrix, in launch order; a layer's
-    matrices have different owners where that is found. ``counts``: for each rank, shape -> how many
-    of it, which ``interchangeable`` ranks may exchange.
+    ``shapes`` and ``layers`` ("" for none) are given per matrix, in launch order; a layer's
+    matrices get different owners if the search finds such. ``counts`` maps, for each rank, shape to
+    number of matrices; ``interchangeable`` ranks may exchange their counts.
     """
     order = topology.owner_order()
     patterns = _share_out(counts, interchangeable, order)
     matrices = list(zip(shapes, layers, strict=True))
-    # Where owners take alike, nothing is better than the owner order; where not, to evade.
+    # If owners have equal counts, the owner order is best; if not, avoid conflicts one by one.
     if (positions := _in_order(matrices, patterns)) is None:
         positions = _hand_out(matrices, patterns, topology)
     _separate(matrices, positions)
@@ -221,8 +221,8 @@ def place(
 def _share_out(
     counts: Sequence[Mapping[int, int]], groups: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[_Pattern]:
-    """The patterns in the owner order: a group's go along it, most matrices first. In turn, they
-    could put every second owner in half of the columns."""
+    """Return patterns in the owner order: a group's patterns follow it, most matrices first. If
+    they alternated, every second owner could be in one half of the columns."""
     shared = [tuple(sorted((shape, n) for shape, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
     for group in groups:
@@ -235,18 +235,18 @@ def _share_out(
 def _hand_out(
     matrices: Sequence[_Matrix], patterns: Sequence[_Pattern], topology: Topology
 ) -> list[int]:
-    """The position of each matrix's owner; ``patterns`` are those of the positions."""
+    """Return the position of each matrix's owner; ``patterns`` are given by position."""
     turns, rows = _turns(patterns), enumerate(topology.slots())
     slots = {rank: (n, c) for n, row in rows for c, rank in enumerate(row)}
     places = [slots[rank] for rank in topology.owner_order()]
-    window = topology.columns - 1  # so many travel at once
+    window = topology.columns - 1  # so many matrices travel at once
     on_node, on_column = [0] * topology.nodes, [0] * topology.columns
     last_use = [-1] * len(places)
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
 
     def cost(waiting: Sequence[int], turn: int) -> tuple[bool, int, int]:
-        """The lower, the better. More than two matrices in a column count as two."""
+        """Return the cost of a turn. More than two matrices in a column count as two."""
         position = waiting[-1 - turn]
         node, column = places[position]
         crowd = on_node[node] + 2 * min(on_column[column], 2)
@@ -269,7 +269,7 @@ def _hand_out(
 
 
 def _in_order(matrices: Sequence[_Matrix], patterns: Sequence[_Pattern]) -> list[int] | None:
-    """The positions in the owner order; None where owners do not take alike."""
+    """Return positions that follow the owner order, or None if the patterns do not allow that."""
     left = [dict(pattern) for pattern in patterns]
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
@@ -287,8 +287,8 @@ def _in_order(matrices: Sequence[_Matrix], patterns: Sequence[_Pattern]) -> list
 
 
 def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
-    """The positions that take a shape's matrices, the first one last. Owners that take equally many
-    go one after the other, in as many rounds, which are spread over the shape's matrices."""
+    """Return, by shape, the positions that take its matrices, the first one last. Owners that take
+    equally many do so in turn, in as many rounds, which are spread over the shape's matrices."""
     takers = grouped((entry, p) for p, pattern in enumerate(patterns) for entry in pattern)
     turns: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for (shape, rounds), alike in takers.items():
@@ -298,7 +298,7 @@ def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
 
 
 def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
-    """Exchange, in place, two matrices of a shape where a layer has an owner twice."""
+    """Exchange the owners of two matrices of a shape, in place, if a layer has an owner twice."""
     layers = [layer for _, layer in matrices]
     held = Counter(zip(layers, positions, strict=True))
     owners = Counter(layer for layer, _ in held)  # how many each layer has
@@ -330,7 +330,7 @@ def _separate(matrices: Sequence[_Matrix], positions: list[int]) -> None:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter or matrix, or a copy of one, belongs to: its name up to the first
+    """Return the layer that a parameter, matrix or copy belongs to: its name up to the first
     number.
 
     >>> layer_of("model.scales.3 (copy 2 of 4)"), layer_of("lm_head.weight")
@@ -341,7 +341,7 @@ def layer_of(name: str) -> str:
 
 
 def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
-    """A sort key that counts: "layers.2" comes before "layers.10". Different for each name.
+    """Return a sort key, different for each name, that puts "layers.2" before "layers.10".
 
     >>> sorted(["layers.10.up", "layers.2.up", "layers.2.down"], key=natural_key)
     ['layers.2.down', 'layers.2.up', 'layers.10.up']
@@ -352,5 +352,5 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
 
 
 def launch_order(names: Sequence[str]) -> list[int]:
-    """Matrices in natural order of their names: about launch order, whatever order they came in."""
+    """Return matrices in natural order of their names, about launch order, however given."""
     return sorted(range(len(names)), key=lambda i: natural_key(names[i]))
