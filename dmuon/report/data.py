@@ -20,7 +20,7 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import ShapeKey
 from dmuon.types import Algorithm, grouped
 
-FOLD_ABOVE, SHOWN = 16, 5  # of more ranks, only so many busiest and idlest are listed
+FOLD_ABOVE, SHOWN = 16, 5  # tables of more ranks show only so many busiest and idlest
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
 _OF_GROUP = ("group", "algorithm", "lr", "weight_decay")
 _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
@@ -207,7 +207,7 @@ class LoadBalanceReport:
         return f"<LoadBalanceReport: {ranks}, makespan {self.makespan_ms:.3f} ms>"
 
     def _repr_html_(self) -> str:
-        """The page of `to_html`, for notebooks."""
+        """Return the page of `to_html`, for notebooks."""
         return f'<iframe srcdoc="{escape(_page(self))}" width="100%" height="640"></iframe>'
 
     def to_html(self, path: str | Path) -> None:
@@ -529,7 +529,7 @@ def _shape_table(report: LoadBalanceReport) -> render.Table:
     headings = ["shape", "dtype", "matrices", "batch sizes"]
     headings += ["ms each", "ms in all", "ms alone", "prices"]
     kinds = {(s.dtype, s.origins) for s in report.shapes}
-    same = [i for i, of in zip((1, 7), zip(*kinds)) if len({*of}) == 1]  # told once, above
+    same = [i for i, of in zip((1, 7), zip(*kinds)) if len({*of}) == 1]  # stated in the title
     told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i])
     if more := report.shapes[_MOST_SHAPES:]:
         count, total = sum(s.count for s in more), text(sum(s.total_ms for s in more))

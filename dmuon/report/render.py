@@ -201,7 +201,7 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# A rank's name and title; its milliseconds, None if idle; those of a stroke, if any; a remark.
+# A rank's name, title and milliseconds (None if idle); a stroke's milliseconds, if any; a remark.
 Bar = tuple[str, str, float | None, float | None, str]
 
 

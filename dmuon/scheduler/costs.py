@@ -262,8 +262,8 @@ class CostTable:
 
     ``kernels`` names, likewise, the kernel with which an entry was timed, or that would run a batch
     that was not timed. ``momentum``: prices include the momentum update and the normalization, as
-    for an owner that keeps the momentum; else they are of Newton-Schulz alone. ``rates`` are those
-    of the rest of a training step, if measured.
+    for an owner that keeps the momentum; else they are of Newton-Schulz alone. ``rates`` describe
+    the rest of a training step, if measured.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -372,7 +372,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """Return a batch's time and its origin; a batch smaller than all costs as the smallest."""
+        """Return a batch's time and its origin; below all sizes, the time of the smallest."""
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
@@ -415,8 +415,8 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
-        """Return the table that `to_json` wrote; unknown fields are ignored. PlanError that names
-        ``where`` if the text is no cost table, has another version, or has a wrong entry."""
+        """Return the table that `to_json` wrote; unknown fields are ignored. Raise PlanError, with
+        ``where``, if the text is no cost table, has another version, or has a wrong entry."""
         try:
             data = parse(text)
             form = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -441,7 +441,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Return the table in a file; PlanError that names the file if it has none."""
+        """Return the table in a file; raise PlanError, naming the file, if it has none."""
         where = f"costs={os.fspath(path)!r}"
         return cls.from_json(_read(path, where), where)
 
@@ -472,7 +472,7 @@ def resolve_costs(
     costs: Any, device_type: str, device_name: str = "", *, momentum: bool = True
 ) -> CostTable:
     """Return the prices that the ``costs=`` argument of `dedicate_params` names. An analytic model
-    takes ``momentum``, and finds the device by ``device_name``, as its driver calls it.
+    uses ``momentum``, and ``device_name``, the driver's name of the device.
 
     Raises:
         PlanError: the name or type is unknown, or the file is no cost table.

@@ -69,10 +69,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def parse(text: str) -> Any:
-    """Return the data in a JSON text; PlanError that quotes the text if it is not JSON."""
+    """Return the data in a JSON text; raise PlanError, quoting the text, if it is not JSON."""
     try:
         return json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:  # or thousands of digits
+    except (TypeError, ValueError, RecursionError) as error:  # ValueError: huge integers, too
         raise PlanError(f"expected JSON, found {_shown(text)} ({error})") from error
 
 

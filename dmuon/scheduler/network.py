@@ -3,9 +3,9 @@
 Bytes are counted as `dmuon.comm.routes` sends them, for all ranks at once: the bytes that each rank
 sends inside its node and to other nodes, and the bytes that it receives.
 
-On a slow network it is cheaper that each replica (or node, or rank) computes a matrix than that an
-owner publishes it. A share of the matrices, the cheapest per element, is computed so, and the rest
-is published: a mixture keeps cores and links busy at once. Simulated steps decide on the share.
+On a slow network, computing a matrix in each replica (or node, or rank) is cheaper than publishing
+it. A share of the matrices, the cheapest per element, is computed in this way, and the rest is
+published: a mixture keeps cores and links busy at once. Simulated steps decide how large it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
 Sets = tuple[tuple[int, ...], ...]  # sets of ranks that share updates
 
 
-# ---- what travels --------------------------------------------------------------------------
+# ---- traffic -------------------------------------------------------------------------------
 
 
 class Routes:
@@ -116,7 +116,7 @@ class Routes:
         return sim.Bucket(gather, turns, **{k: self.of_classes(v) for k, v in by_rank.items()})
 
     def _place(self, matrix: int) -> tuple[Any, ...]:
-        """Return a key of which ranks hold how much of a matrix; a stack's items may share one."""
+        """Return a key that matrices with equal parts share, as items of one stack may do."""
         box, is_stack = self.shards.boxes[matrix], self.shards.specs.matrices[matrix].form.is_stack
         at = (box.offset[-2:], box.shape, box.steps[-2:]) if is_stack else box
         return self.shards.kind(matrix), self.shards.domains[matrix], at
@@ -177,7 +177,7 @@ class Routes:
         return self._direct("gather", ways), (scatter, *turns)
 
     def _turns(self, sources: Mapping[Sets, sim.Floats], is_published: bool) -> list[sim.Exchange]:
-        """Return the all-gathers of ``sources``, the bytes that each rank has, [world], by sets."""
+        """Return the all-gathers of ``sources``, which has, by sets, each rank's bytes, [world]."""
         purpose, world = "updates" if is_published else "replicate", self.shards.world
         is_cpu = self.machine.is_cpu
         ways, rings = np.zeros((2, 2, 2, world)), np.zeros((2, 2))  # by turn (turns, hops)

@@ -1,4 +1,4 @@
-"""Exact answers about one makespan: can all matrices find an owner within it?
+"""Exact answers about one makespan: whether any plan for all matrices meets it.
 
 A *pattern* says how many matrices of each shape one owner of a class takes within a limit. If there
 are few maximal patterns, to which no matrix can be added, all are listed. A linear program

@@ -284,7 +284,7 @@ _ROWS = (Batch, MatrixSpec, PriceRow)
 
 
 def _plain(value: Any) -> Any:
-    """Return a dataclass as JSON data: its fields by name, or as a list for long tables' rows."""
+    """Return a dataclass as JSON data: its fields by name, or a list if there may be thousands."""
     named = {one.name: getattr(value, one.name) for one in fields(value)}
     return list(named.values()) if isinstance(value, _ROWS) else named
 
@@ -295,8 +295,8 @@ def fitted_plan(
     """Fit a plan to a model and its mesh: the same owners and batches, by the names of matrices.
 
     The order of parameters does not matter, nor do mesh axes if ranks are numbered alike, nor the
-    layout, as long as momentum lies with owners in both, or with parameters in both. PlanError that
-    lists the differences if the plan was made for another model, mesh or layout."""
+    layout, as long as momentum lies with owners in both, or with parameters in both. Raise
+    PlanError, listing the differences, if the plan is for another model, mesh or layout."""
     if plan.layout.keeps_state_at_owners != layout.keeps_state_at_owners:
         raise PlanError(
             f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
@@ -450,8 +450,8 @@ def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes in a pipeline: a bucket has about ``bucket_bytes`` of each owner, a step at ``least``
-    so many buckets. There are ``buffers`` of ``room`` bytes, which have room for more buckets if
-    these are smaller. ``rings`` as in `Way`."""
+    so many buckets. There are ``buffers`` of ``room`` bytes, which hold more buckets if these are
+    smaller. ``rings`` as in `Way`."""
 
     bucket_bytes: int = BUCKET_BYTES
     room: int = BUCKET_BYTES

@@ -273,7 +273,7 @@ def _classes(
         if weightless and room >= 0:
             room = UNLIMITED  # everything fits, so ranks need not differ
         ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
-    # Sets of domains are few, ranks are many.
+    # There are few sets of domains, but many ranks.
     allowed = {mine: tuple(shape.domain in mine for shape in shapes) for _, _, mine in ranks}
     return tuple(
         OwnerClass(tuple(members), fixed, room, allowed[mine])

@@ -346,7 +346,7 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 # ---- pieces of a parameter ---------------------------------------------------------------
 
 
-# How to read matrices; the dim that is cut; the sizes of pieces; the step from row to row of one.
+# How to read matrices; the dim to cut; the sizes of pieces; the step from row to row of a piece.
 _Cut = tuple[Form, int, tuple[int, ...], int]
 _Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
 _EXAMPLES = {"splits": [512, 128, 128], "heads": 8}

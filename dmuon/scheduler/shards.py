@@ -36,8 +36,8 @@ def is_back(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """The report of one rank: its global rank, its shard of each parameter, and its device, which
-    must be of one kind for equal bits."""
+    """The report of one rank: its global rank, its shard of each parameter, and its device, because
+    only ranks with equal devices compute equal bits."""
 
     global_rank: int
     shards: tuple[LocalShard, ...]
@@ -90,7 +90,7 @@ class ShardMap:
         return self.reports[rank].shards[parameter]
 
     def piece(self, matrix: int, rank: int) -> Box:
-        """Return the box within a matrix that ``rank`` holds; it may be empty."""
+        """Return the part of a matrix, from its corner, that ``rank`` holds; it may be empty."""
         outer = self.boxes[matrix]
         if rank not in self._holder_sets[matrix]:
             return Box.at_origin((0,) * len(outer.shape))
@@ -98,7 +98,7 @@ class ShardMap:
         return outer.intersection(shard.box).within(outer)
 
     def pieces(self, matrix: int) -> dict[int, Box]:
-        """Return the pieces of all ranks that hold a part of a matrix, replicas included."""
+        """Return all pieces of a matrix that are not empty, by rank, replicas included."""
         found = {rank: self.piece(matrix, rank) for rank in self.holders[matrix]}
         return {rank: box for rank, box in found.items() if box.numel}
 
@@ -107,15 +107,15 @@ class ShardMap:
         return self.shard(rank, self.specs.matrices[matrix].parameter).replica
 
     def counts(self, parameter: int, rank: int) -> bool:
-        """Whether ``rank`` holds a part of the first replica of a parameter's first copy."""
+        """Return whether ``rank`` holds a part of the first replica of a parameter's first copy."""
         return rank in self.copies[parameter][0] and not any(self.shard(rank, parameter).replica)
 
     def is_replicated(self, matrix: int) -> bool:
-        """Whether several ranks hold the same part of a matrix."""
+        """Return whether several ranks hold the same part of a matrix."""
         return self._replicas[matrix] > 1
 
     def is_everywhere(self, matrix: int) -> bool:
-        """Whether there are several ranks, and each of them holds the whole matrix."""
+        """Return whether there are several ranks, and each of them holds the whole matrix."""
         return self._replicas[matrix] == self.world > 1
 
     @cached_property
@@ -147,7 +147,7 @@ class ShardMap:
     def sharing(
         self, matrix: int, copies: tuple[int, ...], topology: Topology
     ) -> tuple[tuple[int, ...], ...]:
-        """Return all sets of several `partners`, within each of the `audiences` of ``copies``."""
+        """Return all sets of two or more `partners`, in each of the `audiences` of ``copies``."""
         copies = copies if len(copies) > 1 else ()
 
         def make() -> tuple[tuple[int, ...], ...]:
@@ -168,7 +168,7 @@ class ShardMap:
         return {ranks for i, of in every for ranks in self.sharing(i, of, topology)}
 
     def kind(self, matrix: int) -> int:
-        """Return a number of its parameter, equal for parameters whose shards are equal objects."""
+        """Return a number of the parameter; parameters with the same objects as shards share it."""
         return self._kinds[self.specs.matrices[matrix].parameter]
 
     @cached_property
@@ -225,8 +225,8 @@ class ShardMap:
         return tuple(shared[ranks] for ranks in self.holders)
 
     def is_local(self, matrix: int, copies: Sequence[int] = ()) -> bool:
-        """Whether nothing has to travel: one rank alone holds the matrix, or each rank that does is
-        one of the ``copies`` that compute it."""
+        """Return whether nothing has to travel: one rank alone holds the matrix, or each rank that
+        does is one of the ``copies`` that compute it."""
         return len(self.domains[matrix]) == max(1, len(copies))
 
     @cached_property

@@ -289,7 +289,7 @@ class Run:
         """Make the host wait for a result, such as the loss."""
         self.host = np.maximum(self.host, self.now)
 
-    # ---- what happened -------------------------------------------------------------------
+    # ---- summaries -----------------------------------------------------------------------
 
     def parts(self, since: float = 0.0) -> dict[str, float]:
         """Return milliseconds of the slowest class by kind of work, and by kind of wait."""
@@ -372,8 +372,8 @@ class Block:
 
 
 def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
-    """Return the root, then the layers in order. Products with a weight cost 2 operations per
-    element and token, twice that in backward; attention 4 x sequence x width, half of it masked.
+    """Return the root and the layers in order. Products with a weight cost 2 operations per element
+    and token, twice that in backward; attention 4 x sequence x width per token, half of it masked.
 
     Raises:
         PlanError: the number of active experts does not fit the stacks of experts.
@@ -431,7 +431,7 @@ def _of_weight(
     )  # fmt: skip
 
 
-# ---- what a step is made of --------------------------------------------------------------
+# ---- the parts of a step -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,11 +479,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All parts of a training step. By the layout ``around`` the model, FSDP2, DDP, or, if owners
-    keep momentum, dmuon moves weights and gradients. ``ahead`` buckets are under way to owners at
-    once, and ``slots`` on their way back. ``uneven``: the bytes of a layer that its busiest owner
-    sends, relative to the mean. ``shards_rest``: in `dedicated`, FSDP2 shards the parameters that
-    AdamW updates."""
+    """All parts of a training step. The layout ``around`` the model decides who moves weights and
+    gradients: FSDP2, DDP, or dmuon if owners keep momentum. ``ahead`` buckets are under way to
+    owners at once, and ``slots`` on their way back. ``uneven``: the bytes of a layer that its
+    busiest owner sends, relative to the mean. ``shards_rest``: in `dedicated`, FSDP2 shards the
+    parameters that AdamW updates."""
 
     machine: Machine
     around: Layout
@@ -549,7 +549,7 @@ class Job:
         return [each for each in every if each]
 
     def to_owners(self, block: Block) -> Exchange:
-        """Return what `dedicated` with replicas sends after backward: gradients to owners."""
+        """Return the sending of gradients to owners after backward in `dedicated` with replicas."""
         whole = sum(block.gradients) * (self.around is Layout.DEDICATED)
         owned = whole * (1 - block.rest / (sum(block.weights) or 1)) / self.groups.shards.ranks
         purpose = "gradients across replicas"
@@ -657,7 +657,7 @@ Program = Callable[[Run, Job, Model], None]
 
 
 def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int = 1) -> None:
-    """Run elementwise passes over so many elements of a rank, in so many ``times`` their calls."""
+    """Run elementwise passes over so many elements of a rank, with ``times`` as many calls."""
     *each, calls = of
     items, ns_items = each[not run.machine.is_cpu]
     nbytes = (items * job.work.item + ns_items * job.work.ns_item) * elements
@@ -769,7 +769,7 @@ def block_step(run: Run, job: Job, model: Model) -> None:
 
 
 def owners_step(run: Run, job: Job, model: Model) -> None:
-    """Run Muon with momentum at owners, as prices include it. In `reduce_to_owner` buckets of
+    """Run Muon with momentum at owners, whose prices include it. In `reduce_to_owner` buckets of
     updates go from all owners to all ranks."""
     run.exchange("verdict", job.verdict)
     way, count = _Pipelined(run, job), len(job.buckets)

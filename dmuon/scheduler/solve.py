@@ -226,14 +226,14 @@ def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
 
 
 class _Bisection:
-    """Finds better counts and raises the bound, by trying makespans between both."""
+    """Finds better counts and raises the bound, by trying makespans in between."""
 
     def __init__(self, problem: Problem, found: Found, budget: Budget) -> None:
         self.problem, self.found, self.budget = problem, found, budget
 
     def improve(self) -> None:
         """Look for better counts, by turns just below the known makespan, because the search ends
-        if that is out of reach, and halfway down to the largest makespan that is."""
+        if that is out of reach, and halfway down to the largest makespan found out of reach."""
         hopeless = self.found.bound - 1  # no counts were found for this makespan
         for attempt in range(_ATTEMPTS):
             if hopeless >= self.found.makespan - 1 or self.budget.spent():
@@ -363,7 +363,7 @@ def _with_copies(
         chosen, places = tuple(specs.matrices[i] for i in mine), len(parts[0])
         part = build_problem(chosen, places, OwnerLimits(), prices, plan.layout)
         counts = greedy(part, [], budget.spent)
-        assert counts is not None  # nothing is capped
+        assert counts is not None  # there is no memory cap
         at, every = Topology.flat(places), [*range(len(mine))]
         owners = _owners(replace(specs, matrices=chosen), at, part, counts, every)
         for batch in _batches(part, owners, every, plan.prices):
@@ -408,7 +408,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         memory_cap=None,
     )
     counts = greedy(in_bytes, [], budget.spent)
-    assert counts is not None  # nothing is capped
+    assert counts is not None  # there is no memory cap
     found = _best(in_bytes, {"greedy": counts}, budget)
     if problem.is_feasible(found.counts):
         counts = greedy(problem, [found.counts], budget.spent)

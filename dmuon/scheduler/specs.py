@@ -272,11 +272,11 @@ class ModelSpecs:
                 )
 
     def adamw_parameters(self) -> tuple[int, ...]:
-        """Indices of the parameters that AdamW updates."""
+        """Return the indices of the parameters that AdamW updates."""
         return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.ADAMW)
 
     def muon_parameters(self) -> tuple[int, ...]:
-        """Indices of the parameters that are made of matrices."""
+        """Return the indices of the parameters that consist of matrices."""
         return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.MUON)
 
 

@@ -205,7 +205,7 @@ def place(
     """Return the owner of each matrix, given how many of each shape every owner takes.
 
     ``shapes`` and ``layers`` ("" for none) are given per matrix, in launch order; a layer's
-    matrices get different owners if the search finds such. ``counts`` maps, for each rank, shape to
+    matrices get different owners if such owners are found. ``counts`` maps, for each rank, shape to
     number of matrices; ``interchangeable`` ranks may exchange their counts.
     """
     order = topology.owner_order()
