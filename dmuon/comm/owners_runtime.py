@@ -14,6 +14,7 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -29,7 +30,7 @@ from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.transport import Transport, Work
-from dmuon.config import ReplicatedOptions, ShardedOptions
+from dmuon.config import BUCKET_BYTES, ReplicatedOptions, ShardedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
@@ -158,7 +159,7 @@ class OwnersRuntime(LayoutRuntime):
 
     def _computed(self, compute: Compute, unit: Unit, gradients: Tensor) -> Tensor | None:
         """Return the results of a unit, ``[b, rows, cols]``, undefined for matrices without a
-        gradient; None if none has a gradient. The RMS of its updates are written to ``rms``."""
+        gradient; None if none has a gradient. Note the RMS of the updates in ``_rms``."""
         where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
         if len(where) < len(unit.matrices):
             rms.zero_()
@@ -251,6 +252,8 @@ class ReducedRuntime(OwnersRuntime):
         ]
         dtypes = [payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units]
         sizes = Sizes.of(ShardedOptions(bucket_bytes=options.publish_bucket_bytes), self.plan)
+        # Small buckets, when asked for, may all be on their way at once.
+        sizes = replace(sizes, room=max(sizes.room, BUCKET_BYTES))
         world = self.transport.world
         grid = Grid((1, 1, world), tuple(range(world)))  # every rank has all weights
         shards = Slices(self.plan, grid, self.slices.boxes, ranges_only=False).shards

@@ -352,7 +352,7 @@ def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
     assert all(len(found) <= 1 for found in telemetry)
     assert telemetry[3][0].nbytes == 4 * world
     # Its place among the step's collectives: after all publishing.
-    assert [e.tag for e in events[3]][-2:] == ["updates", "telemetry"]
+    assert [e.tag for e in events[3]][-2:] == ["rms", "telemetry"]
     everyone = transport.gather_objects(events)
     assert everyone[0] == everyone[1]
     own.close()
