@@ -217,7 +217,8 @@ class Pipeline:
     ) -> None:  # fmt: skip
         cuts, self._slots = buckets_of(units, travelling, sizes, like.element_size())
         units = units_for(units, shards, topology, transport.rank)
-        routes = [bucket_route(shards, topology, units, cut, transport.rank) for cut in cuts]
+        what = shards, topology, units
+        routes = [bucket_route(*what, cut, transport.rank, is_whole=not gathers) for cut in cuts]
         self._transport = transport
         peers = {tuple(range(transport.world)): transport, **(replicas or {})}
         self._gathers = all_gathers(peers, topology, sizes.rings)

@@ -217,12 +217,14 @@ def _replicated(
 
 
 def bucket_route(
-    shards: ShardMap, topology: Topology, units: Units, bucket: Sequence[int], rank: int
-) -> BucketRoute:
-    """Return the messages of ``rank`` for a bucket of units from `units_for`."""
+    shards: ShardMap, topology: Topology, units: Units, bucket: Sequence[int], rank: int,
+    *, is_whole: bool = False,
+) -> BucketRoute:  # fmt: skip
+    """Return the messages of ``rank`` for a bucket of units from `units_for`. ``is_whole``: ranks
+    hold all matrices whole, even a rank alone."""
     within = (i for u in bucket for i in units[u].matrices)
     columns: tuple[Ranks, ...] = ()
-    if shards.world == 1 or all(map(shards.is_everywhere, within)):
+    if is_whole or all(map(shards.is_everywhere, within)):
         columns = topology.columns_of(units[bucket[0]].audience or range(shards.world))
     order = tuple(chain(*columns))
     contents: dict[str, _Pieces] = defaultdict(list)
