@@ -102,9 +102,7 @@ class OwnersRuntime(LayoutRuntime):
         self.slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
         self._exchanges: list[Exchange] = []
-        self._rms: dict[
-            int, Tensor
-        ] = {}  # of the owner's updates ``[b]``, by a unit's first matrix
+        self._rms: dict[int, Tensor] = {}  # [b] of the owner's updates, by a unit's first matrix
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -317,6 +315,7 @@ class ReducedRuntime(OwnersRuntime):
 
     def close(self) -> None:
         self.synchronize()
+        self._work.wait()  # no collective may be under way when its group goes
         self._remove_hooks()
         self.reducer, self._exchanges = None, []
         for transport in (*self._peers.values(), self.transport):
