@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -164,23 +164,6 @@ class Problem:
             and not (counts[~self.allowed] > 0).any()
             and (counts @ self.nbytes <= self.room).all()
         )
-
-    def part(
-        self, ranks: Sequence[Sequence[int]], demand: Ints
-    ) -> tuple[Problem, list[int], list[int]]:
-        """Return (the problem of some ranks and matrices, renumbered; old ranks; old shapes)."""
-        chosen = np.flatnonzero(demand).tolist()
-        numbers = [rank for some in ranks for rank in some]
-        shapes = tuple(
-            replace(self.shapes[s], domain=-1, count=int(demand[s]), members=()) for s in chosen
-        )
-        classes, first = [], 0
-        for c, some in zip(self.classes, ranks, strict=True):
-            if some:
-                mine, first = range(first, first + len(some)), first + len(some)
-                allowed = tuple(c.allowed[s] for s in chosen)
-                classes.append(replace(c, ranks=tuple(mine), allowed=allowed))
-        return replace(self, shapes=shapes, classes=tuple(classes), forced=()), numbers, chosen
 
 
 def build_problem(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +37,6 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search, Way
 from dmuon.scheduler.problem import (
     UNLIMITED,
     Counts,
-    OwnerClass,
     Problem,
     baselines,
     build_problem,
@@ -53,7 +51,6 @@ _ATTEMPTS = 16  # to find better counts, and as many to raise the bound
 _CLOSE = 1e-5  # of the makespan: smaller gaps are not halved any more
 _MOST_SHAPES = 200  # more shapes make linear programs too slow for their gain
 _MOST_CLASSES = 12
-_MOST_DOMAINS = 8  # how often the busiest domain is improved by itself
 
 
 class Budget:
@@ -195,8 +192,6 @@ def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
     plain = _greedy(problem, simple, budget)
     if plain.bound >= plain.makespan:
         return plain
-    if len({c.allowed for c in problem.classes}) > 1:
-        plain = _plain(problem, _by_domain(problem, plain.counts, budget))
     is_small = len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
     note = "" if has_engine() else "HiGHS is not installed (pip install 'pulp[highs]')"
     if is_small and not note:
@@ -299,54 +294,6 @@ class _Bisection:
             return False
         self.found = replace(self.found, counts=counts, makespan=makespan)
         return True
-
-
-def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """Return, [domains, shapes], how many of each shape a domain takes: first shapes that only one
-    may take, then the costliest, each matrix where owners are least busy."""
-    shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
-    sizes = np.array([sum(c.size for c in domain) for domain in domains])
-    loads = np.array([sum(c.fixed * c.size for c in domain) for domain in domains]) / sizes
-    allowed = np.array([domain[0].allowed for domain in domains])
-    may = [np.flatnonzero(column) for column in allowed.T]  # by shape
-    for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
-        shape, those = problem.shapes[s], may[s]
-        usual = -(-shape.count // int(sizes[those].sum()))  # per owner, about
-        more = int(shape.ticks[usual]) / usual / sizes[those]
-        for _ in range(shape.count):
-            after = loads[those] + more
-            at = after.argmin()
-            loads[those[at]] = after[at]
-            shares[those[at], s] += 1
-    return shares
-
-
-def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
-    """Return counts from filling each domain by itself, if better than the known ``counts``."""
-    domains = list(grouped((owner.allowed, owner) for owner in problem.classes).values())
-    found: dict[Problem, Counts] = {}
-    parts = []
-    for domain, share in zip(domains, _shares(problem, domains), strict=True):
-        mine = [owner.ranks if owner in domain else () for owner in problem.classes]
-        parts.append(problem.part(mine, share))
-        if (part := parts[-1][0]) not in found:
-            if (start := greedy(part, [], budget.spent)) is None:
-                return counts  # shares ignore memory
-            found[part] = start
-    for _ in range(_MOST_DOMAINS if has_engine() else 0):
-        worst = max(found, key=lambda part: part.makespan(found[part]))
-        search = _Bisection(worst, _plain(worst, found[worst]), budget)
-        with suppress(EngineError):
-            search.improve()
-        if search.found.counts is found[worst] or budget.spent():
-            break
-        found[worst] = search.found.counts
-    filled = np.zeros_like(counts)
-    for part, ranks, shapes in parts:
-        filled[np.ix_(ranks, shapes)] = found[part]
-    filled = improve(problem, filled, budget.spent)
-    is_better = problem.is_feasible(filled) and problem.makespan(filled) < problem.makespan(counts)
-    return filled if is_better else counts
 
 
 def _with_copies(
