@@ -119,16 +119,14 @@ class _HostCopy:
 
 
 class _Replay:
-    """A captured call, which launches one graph; what it touches is counted by itself."""
+    """A captured call, which launches one graph; what it touches is not counted."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        with Count() as self._count:
-            call()
+        call()
 
     def __call__(self) -> None:
         for count in _COUNTS:
             count.calls["graph"] += 1
-            count.in_graphs += self._count.touched.total()
 
 
 class ListKernels:
@@ -254,14 +252,12 @@ def is_fast(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor]) -> bool
 class Count(TorchDispatchMode):
     """``calls`` by name, those of ``slow`` foreach routes by tensors, and ``reads`` by the host;
     ``copied`` are bytes of copies to float64; ``touched`` bytes that calls outside of products read
-    and write, by name, and ``in_graphs`` those of captured calls; ``most`` and `alive` are bytes of
-    storages that were made meanwhile."""
+    and write, by name; ``most`` and `alive` are bytes of storages that were made meanwhile."""
 
     calls: Counter[str] = field(default_factory=Counter)
     slow: Counter[str] = field(default_factory=Counter)
     reads: list[str] = field(default_factory=list)
     touched: Counter[str] = field(default_factory=Counter)
-    in_graphs: int = 0
     copied: int = 0
     most: int = 0
 

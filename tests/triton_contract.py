@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon.rule import Rule
-from dmuon.tensors import into_range, normalize, normalize_
+from dmuon.tensors import into_range, normalize_
 from tests.internals import Hyper, momentum_update
 from tests.products import POLAR, by_hand
 
@@ -237,19 +237,6 @@ def check_momentum(
     assert_within(out, operand / norm, bound)
 
 
-@pytest.mark.parametrize(("nesterov", "momentum"), [(True, 0.95), (True, 0.3), (False, 0.3)])
-@pytest.mark.parametrize("mode", ["ema", "sgd"])
-def test_every_formula(kernels, mode, nesterov, momentum):
-    how = {"momentum": momentum, "nesterov": nesterov, "mode": mode, "dampening": 0.25}
-    buffer, grad, out = kernels.random(2, 9, 70), kernels.random(2, 9, 70), kernels.empty(2, 9, 70)
-    wanted = buffer.clone()
-    hyper = Hyper(0.0, 1.0, None, **how)
-    operand = torch.stack([momentum_update(w, g, hyper) for w, g in zip(wanted, grad)])
-    check_momentum(kernels, buffer, grad, out, **how)
-    torch.testing.assert_close(buffer, wanted, rtol=4e-7, atol=4e-7)
-    torch.testing.assert_close(out, normalize(operand, F32), rtol=2e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F32, F32, BF16), (BF16, BF16, F16)])
 def test_momentum_of_any_shape_and_dtype(kernels, dtypes):
     large = () if kernels.is_interpreted else ((1, 1024, 4096), (2, 1000, 777))
@@ -295,18 +282,6 @@ def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, at, monkeypatch):
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
     assert (out[2] == 0).all(), "a zero matrix stays zero"
-
-
-@pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F16, F32)])
-def test_update(kernels, dtypes):
-    large = () if kernels.is_interpreted else ((2, 1024, 4096),)
-    for shape in ((), (7,), (70, 90), (2, 3, 4, 5), *large):
-        weight, update = (kernels.random(*shape, dtype=dtype) for dtype in dtypes)
-        kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
-        kernels.update(weight, update, 0.875, 0.25)
-        assert torch.equal(update, kept)
-        bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
-        assert_within(weight, wanted, bound)
 
 
 # ---- lists ---------------------------------------------------------------------------------

@@ -59,30 +59,6 @@ class TinyGPT(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-class AllDifferent(nn.Module):
-    """No two matrices share a shape, so nothing is batched and results are bitwise comparable.
-
-    A convolution and a transposed one, a fused projection, an output projection with heads, norm
-    and biases: `[batch, 2, 6]` to `[batch, 5]`.
-    """
-
-    splits: Mapping[str, Sequence[int]] = {"*qkv_proj.weight": (8, 3, 2)}
-    heads: Mapping[str, int] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(2, 7, 3, padding=1)
-        self.deconv = nn.ConvTranspose1d(7, 4, 3, padding=1)
-        self.qkv_proj = nn.Linear(24, 13)
-        self.norm = nn.LayerNorm(13)
-        self.out = nn.Linear(13, 10)
-        self.classifier = nn.Linear(10, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.deconv(torch.tanh(self.conv(x)))).flatten(1)
-        return self.classifier(torch.tanh(self.out(self.norm(self.qkv_proj(x)))))
-
-
 class Mixed(nn.Module):
     """Everything that is several matrices: experts, splits, heads, repeated shapes.
 

@@ -9,10 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from dmuon.comm.reducer import rows_of, set_rows
-from dmuon.devices import Stopwatch, host_can_read
-from dmuon.tensors import scale_all
-from tests.accelerator import host_cannot_read, nothing_read
+from tests.accelerator import nothing_read
 
 CPU = torch.device("cpu")
 T = torch.tensor(2.0)
@@ -64,45 +61,3 @@ def test_the_local_operators_of_a_dtensor_are_seen(tmp_path):
             float(whole.sum())
     finally:
         dist.destroy_process_group()
-
-
-def test_the_host_can_read_a_cpu_but_for_the_patch():
-    assert host_can_read(CPU) and not host_can_read(torch.device("cuda"))
-    with host_cannot_read():
-        assert not host_can_read(CPU)
-    assert host_can_read(CPU)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("where", [[0], [1, 3], [0, 1, 2, 3]], ids=str)
-def test_rows_are_taken_and_set_without_an_index(where, dtype):
-    stack = torch.randn(4, 3, 5)
-    kept = stack.clone()
-    with nothing_read():
-        rows = rows_of(stack, where)
-        set_rows(stack, where, (rows * 2).to(dtype))
-    for k in range(4):
-        expected = (kept[k] * 2).to(dtype).float() if k in where else kept[k]
-        assert torch.equal(stack[k], expected)
-    assert (rows is stack) is (len(where) == 4)
-
-
-def test_a_stopwatch_sums_what_lies_between_start_and_stop():
-    watch = Stopwatch(CPU)
-    assert watch.milliseconds() == 0.0 and watch.ready()
-    seen: list[float] = []
-    with nothing_read():
-        for _ in range(3):
-            watch.start()
-            _ = X @ X.T
-            watch.stop()
-            seen.append(watch.milliseconds())
-    assert watch.ready() and 0.0 < seen[0] < seen[1] < seen[2]
-
-
-def test_a_scale_on_the_device_is_applied_without_reading_it():
-    tensors = [torch.ones(3), torch.ones(2, 2)]
-    with nothing_read():
-        scale_all(tensors, T)
-        scale_all(tensors, 0.25)
-    assert all(torch.equal(t, torch.full_like(t, 0.5)) for t in tensors)

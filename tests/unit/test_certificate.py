@@ -7,23 +7,25 @@ from unittest import mock
 
 import pytest
 
+from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import Batch, OwnershipPlan, StepTimes
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
-from dmuon.types import PlanError
+from dmuon.types import Layout, PlanError
 from tests.unit.models import plan_of, specs_of
 
 KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 7
 H100 = CostTable.analytic("h100")
 
 
-def planned(solver: str = "milp", **limits) -> OwnershipPlan:
+def planned(solver: str = "milp", layout: Layout = Layout.REDUCED, **limits) -> OwnershipPlan:
     return solve(
-        specs_of(KEYS, rest=2), Topology.flat(4), H100, solver=solver, limits=OwnerLimits(**limits)
-    )
+        specs_of(KEYS, rest=2), Topology.flat(4), H100, layout=layout, solver=solver,
+        limits=OwnerLimits(**limits),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +163,6 @@ def test_owners_outside_the_domain_and_batches_over_two_are_found():
     assert not mixed.ok and "different domains" in str(mixed)
 
 
-def test_round_robin_never_breaks_the_cap_unseen():
-    limits = OwnerLimits(fixed_bytes=(0, 100), memory_bytes=96)
-    with pytest.raises(PlanError, match="round_robin"):
-        solve(
-            specs_of([(4, 6, "float32")]), Topology.flat(2), H100,
-            solver="round_robin", limits=limits,
-        )  # fmt: skip
-
-
 def test_costs_and_caps_out_of_all_range_are_errors_or_no_limit():
     keys = [(4, 6, "float32")]
     huge = CostTable("huge", {keys[0]: {1: 1e20}})
@@ -177,3 +170,38 @@ def test_costs_and_caps_out_of_all_range_are_errors_or_no_limit():
         solve(specs_of(keys), Topology.flat(2), huge)
     limits = OwnerLimits(memory_bytes=10**30)
     assert solve(specs_of(keys), Topology.flat(2), H100, limits=limits).owners
+
+
+def test_in_the_sharded_layout_owners_store_nothing_for_their_matrices():
+    fixed = (10, 20, 30, 40)
+    plan = planned(layout=Layout.SHARDED, fixed_bytes=fixed, memory_bytes=40)
+    assert plan.state_bytes == fixed and certify(plan).ok and certify(plan).proven
+    elsewhere = certify(replace(plan, layout=Layout.REDUCED))
+    assert "owner_memory_bytes=40" in str(elsewhere) and not elsewhere.ok
+    with pytest.raises(PlanError, match=r"rank 3 stores 40 bytes.*no other ownership.*more ranks"):
+        planned(layout=Layout.SHARDED, fixed_bytes=fixed, memory_bytes=39)
+    tight = replace(plan, limits=replace(plan.limits, memory_bytes=39))
+    assert "rank 3 stores 40 bytes" in str(certify(tight))
+
+
+def test_many_alike_domains_are_planned_near_the_bound():
+    """Experts of 16 groups of 4 ranks, two per group and layer, two more in the first group, beside
+    dense matrices that any rank may own."""
+    experts, dense = ((1408, 2048), (2048, 1536)), ((1024, 1024), (1024, 2560))
+    keys, domain_of = [], []
+    for _ in range(24):
+        for group in range(16):
+            count = 4 if group == 0 else 2
+            keys += experts * count
+            domain_of += [group] * (len(experts) * count)
+        keys += dense
+        domain_of += [16] * len(dense)
+    domains = (*(tuple(range(4 * c, 4 * c + 4)) for c in range(16)), tuple(range(64)))
+    plan = solve(
+        specs_of((*shape, "float32") for shape in keys), Topology.flat(64), H100,
+        layout=Layout.SHARDED, limits=OwnerLimits(domains=domains, domain_of=tuple(domain_of)),
+        options=PlannerOptions(time_limit_s=300),  # work limits end it first, on any machine
+    )  # fmt: skip
+    assert not plan.search.hit_time_limit
+    assert plan.makespan_ms <= plan.lower_bound_ms * 1.04
+    assert certify(plan).ok and certify(plan).proven

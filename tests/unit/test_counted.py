@@ -2,8 +2,8 @@
 
 Assumed, because nothing can be launched there: `dmuon.kernels.triton_lists` takes one launch for
 all tensors of the same dtypes in a call, and touches each tensor that it reads or writes once
-(`tests.fake_cuda.ListKernels` stands for it); a graph is one launch, and what it touches is counted
-by itself. All else is what torch dispatches.
+(`tests.fake_cuda.ListKernels` stands for it); a graph is one launch, and what it touches is not
+counted. All else is what torch dispatches.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import dmuon
 from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.kernels.newton_schulz import resolve_coefficients
@@ -102,3 +103,13 @@ def test_all_graphs_share_a_pool_and_copies_have_their_own(monkeypatch, duplicat
     for _ in range(2):  # what was captured before is gone
         runner.reserve([call], capture=True)
     assert len(set(map(id, pools))) == 5
+
+
+def test_kernels_are_probed_when_a_step_is_bound(monkeypatch):
+    """A first probe inside `step` would wait for the device."""
+    probed: list[torch.device] = []
+    monkeypatch.setattr("dmuon.step.engine.list_kernels", probed.append)
+    model = torch.nn.Linear(4, 4)
+    dmuon.dedicate_params(model)
+    dmuon.Muon(model)
+    assert probed == [CPU]

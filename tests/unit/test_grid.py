@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.comm.buckets import EVERYONE, Slices, gradient_bucket, slice_boxes, weight_buckets
+from dmuon.comm.buckets import Slices, slice_boxes, weight_buckets
 from dmuon.comm.process_groups import Grid
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.select import collect
@@ -20,6 +20,8 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Box, LocalShard
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, OwnershipError
+from tests.unit.models import plan_of as made_of
+from tests.unit.models import tree
 
 AXES = ("replicate", "shard", "tp")
 # Shapes of meshes of those axes; of the last two, tensor parallelism cuts the parameters.
@@ -96,38 +98,6 @@ def test_every_element_is_kept_at_exactly_one_place(mesh):
         assert slices.grid.rank_at(*slices.place_of[i]) == plan.owners[i]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_the_parts_of_a_matrix_are_where_the_parameter_has_them(mesh):
-    """Numbered elements: the part of each rank is what indexing the parameter gives."""
-    plan, slices = slices_of(mesh)
-    for i, matrix in enumerate(plan.specs.matrices):
-        spec, boxes = plan.specs.parameters[matrix.parameter], slices.boxes[matrix.parameter]
-        whole = torch.arange(spec.numel).view(spec.shape)
-        seen = []
-        for t in range(slices.grid.shape[2]):
-            local = whole if boxes is None else whole[boxes[t].slices()]
-            start, box = slices.held(i, t)
-            seen.append(local.reshape(-1)[start : start + box.numel])
-        joint = torch.cat(seen) if slices.is_cut(i) else seen[0]
-        assert sorted(joint.tolist()) == sorted(matrix.view(whole).reshape(-1).tolist())
-        assert slices.is_cut(i) or all(torch.equal(s, seen[0]) for s in seen)
-
-
-@pytest.mark.parametrize("mesh", MESHES[:4])
-def test_a_bucket_carries_every_gradient_once(mesh):
-    plan, slices = slices_of(mesh)
-    parameters = plan.specs.parameters
-    rest = {p: parameters[p].numel for p in plan.specs.adamw_parameters()}
-    bucket = gradient_bucket(slices, range(len(parameters)), rest, 0, torch.float32)
-    sent = [torch.zeros(spec.numel) for spec in parameters]
-    for segment in bucket.segments:
-        for span in segment.spans:
-            sent[span.parameter][span.start : span.start + span.numel] += 1
-            assert {slices.place_of[i][1] for i in span.matrices} <= {segment.shard}
-        assert (segment.shard == EVERYONE) == all(s.parameter in rest for s in segment.spans)
-    assert all((count == 1).all() for count in sent)
-
-
 @pytest.mark.parametrize(("rows", "fits"), [
     ([(0, 5), (5, 5), (0, 5), (5, 5)], True),
     ([(0, 5), (5, 5), (0, 4), (4, 6)], False),  # not alike on all data ranks
@@ -147,3 +117,25 @@ def test_slices_must_be_alike_on_all_data_ranks_and_tile_the_parameter(rows, fit
         return
     with pytest.raises(OwnershipError, match="the same way on every data-parallel rank"):
         slice_boxes(plan.specs, grid, reports)
+
+
+@pytest.mark.parametrize("cut", [[4, 5], "interleaved:3"], ids=["beside each other", "interleaved"])
+def test_pieces_that_are_no_ranges_travel_in_their_own_order_or_are_refused(cut):
+    model = tree({"qkv.weight": (4, 9)})
+    specs = collect(model, splits={"qkv.weight": {"sizes": cut, "transposed": True}})
+    owners = [0, 1, 1][: len(specs.matrices)]
+    plan, weight = made_of(specs, owners, 2), torch.arange(36).view(4, 9)
+    slices = Slices.flat(plan)
+    pieces = (
+        [weight[:, :4], weight[:, 4:]] if cut == [4, 5] else [weight[:, k::3] for k in range(3)]
+    )
+    expected = torch.cat([piece.flatten() for piece in pieces])
+    assert slices.flat_of(0, weight).tolist() == expected.tolist()
+    first = pieces[0].numel()
+    spans = [(s.start, s.numel, s.shard) for s in slices.spans(0, 0)]
+    assert spans == [(0, first, 0), (first, 36 - first, 1)]
+    with pytest.raises(OwnershipError, match=r"'qkv.weight\[:, 0:.*layout='sharded'"):
+        Slices(plan, slices.grid, [None])
+    whole = collect(model, splits={"qkv.weight": {"sizes": [9], "transposed": True}})
+    grid = Slices.flat(made_of(whole, [1], 2)).grid
+    assert [s.numel for s in Slices(made_of(whole, [1], 2), grid, [None]).spans(0, 0)] == [36]

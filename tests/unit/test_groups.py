@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
@@ -54,13 +53,9 @@ MUON_FIELDS = {
     "dampening",
 }  # fmt: skip
 ADAMW_SIDE = {"adamw_lr_ratio", "adamw_betas", "adamw_eps", "adamw_weight_decay"}
-MIXED = {"splits": Mixed.splits, "heads": Mixed.heads}
 
 PLANNED = pytest.mark.parametrize("planned", [False, True], ids=["before planning", "after"])
 NAMED = pytest.mark.parametrize("names", [True, False], ids=["named", "bare"])
-FORMS = pytest.mark.parametrize(
-    "form", [lambda m: list(m.named_parameters()), lambda m: m], ids=["named", "module"]
-)
 BATCHES = tokens()
 
 Named = list[tuple[str, nn.Parameter]]
@@ -123,18 +118,7 @@ def hyperparameters(opt: dmuon.Muon) -> list[dict[str, Any]]:
 # ---- groups ------------------------------------------------------------------------------
 
 
-@PLANNED
-def test_a_group_has_the_settings_that_its_parameters_need(planned):
-    """A module is one group with those of both sides."""
-    model, opt = trained(int(planned), adamw_betas=(0.8, 0.9), adamw_eps=1e-6)
-    (group,) = opt.param_groups
-    assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
-    assert group["param_names"] == [name for name, _ in model.named_parameters()]
-    assert group.keys() >= MUON_FIELDS | ADAMW_SIDE | {"lr", "weight_decay", "eps"}
-    assert not group.keys() & {"algorithm", "betas", "use_muon"}
-    assert (group["lr"], group["weight_decay"], group["eps"]) == (0.02, 0.1, 1e-7)
-    assert (group["adamw_betas"], group["adamw_eps"]) == ((0.8, 0.9), 1e-6)
-
+def test_a_group_has_the_settings_that_its_parameters_need():
     model = TinyGPT()
     matrices, others = by_role(model)
     both = [matrices.pop(), others.pop()]
@@ -143,7 +127,6 @@ def test_a_group_has_the_settings_that_its_parameters_need(planned):
         {"params": others, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.0, "lr": 3e-4},
         {"params": both, "betas": (0.7, 0.8), "adamw_weight_decay": 0.3},
     ])  # fmt: skip
-    train(model, opt, BATCHES, range(int(planned)))
     first, second, third = opt.param_groups
     for group, named in zip(opt.param_groups, (matrices, others, both)):
         assert group["param_names"] == [name for name, _ in named]
@@ -156,28 +139,6 @@ def test_a_group_has_the_settings_that_its_parameters_need(planned):
     }  # fmt: skip
     assert third.keys() >= MUON_FIELDS | ADAMW_SIDE and "betas" not in third
     assert (third["adamw_betas"], third["adamw_weight_decay"]) == ((0.7, 0.8), 0.3)
-
-
-@pytest.mark.parametrize("roles", [
-    ({"use_muon": True}, {"use_muon": False}),
-    ({"algorithm": "muon"}, {"algorithm": "adamw"}),
-], ids=["use_muon", "algorithm"])  # fmt: skip
-def test_groups_of_bare_parameters_say_their_roles(roles):
-    """As Keller Jordan's Muon has them; the embedding and the head are in AdamW's group."""
-    model = TinyGPT()
-    twin = clone(model)
-    groups = [{"params": plain(named), **role} for named, role in zip(by_role(model), roles)]
-    named = [{"params": named} for named in by_role(twin)]
-    for each in (groups, named):
-        each[1] |= {"lr": 3e-4, "betas": (0.9, 0.99)}
-    opt = muon(groups)
-    assert ["momentum" in g for g in opt.param_groups] == [True, False]
-    assert ["betas" in g for g in opt.param_groups] == [False, True]
-    assert not any(g.keys() & {"use_muon", "algorithm"} for g in opt.param_groups)
-    same_steps((model, opt), (twin, muon(named)))
-    assert opt.stats()["update_rms"]
-    for name, p in model.named_parameters():
-        assert ("momentum_buffer" in opt.state[p]) == is_matrix(name)
 
 
 def test_names_stay_as_they_were_given_and_plans_do_not_have_wrappers_in_them():
@@ -205,25 +166,16 @@ def test_what_waited_acts_once_a_matrix_joins():
         matrices = [(n, p) for n, p in names.items() if p.ndim == 2 and n != late]
         opt = muon([{"params": matrices}, {"params": others, **said}])
         train(model, opt, BATCHES, range(1))
-        saved = through_a_file(opt.state_dict())["param_groups"][1]
-        assert said.items() <= saved.items(), "it travels"
+        again = clone(model)
+        parts = [[(n, again.get_parameter(n)) for n, _ in part] for part in (matrices, others)]
+        other = muon([{"params": part} for part in parts])
+        other.load_state_dict(through_a_file(opt.state_dict()))
+        assert said.items() <= other.param_groups[1].items(), "it travels"
         names[late].requires_grad_(True)
         train(model, opt, BATCHES, range(1, 3))
         assert opt.param_groups[1]["momentum"] == said.get("momentum", 0.95)
         found.append(names[late].detach().clone())
     assert not torch.equal(*found)
-
-
-@PLANNED
-def test_what_waits_comes_back_from_a_state_that_alone_says_it(planned):
-    named = by_role(TinyGPT())
-    state = muon([{"params": named[0]}, {"params": named[1], "momentum": 0.5}]).state_dict()
-    model = TinyGPT()
-    opt = muon([{"params": named} for named in by_role(model)])
-    train(model, opt, BATCHES, range(int(planned)))
-    opt.load_state_dict(through_a_file(state))
-    train(model, opt, BATCHES, range(1))
-    assert opt.param_groups[1]["momentum"] == 0.5
 
 
 def test_repr_is_as_short_as_of_torch():
@@ -439,10 +391,6 @@ def test_an_optimizer_that_has_not_planned_is_copied_as_any_other(copied):
         train(*each, inputs((4, WIDTH)), range(2))
     assert_bitwise(weights(twin), weights(model))
     same_state(other.state_dict()["state"], opt.state_dict()["state"])
-    model = Mixed()
-    twin, other = copied((model, muon(model, dedicate=MIXED)))
-    train(twin, other, inputs((4, WIDTH)), range(1))
-    assert len(other.ownership.owner_of("qkv.weight")) == 3
 
 
 @COPIES
@@ -483,7 +431,8 @@ def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dty
     for step in range(3):
         train(model, opt, BATCHES, [step])
         schedule.step()
-    saved = through_a_file((model.state_dict(), opt.state_dict()))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    kept = copy.deepcopy(saved[1]["state"])
     expected = train(model, opt, BATCHES, range(3, 6))
     for steps in ([], range(7, 9)):
         other, resumed = build()
@@ -496,6 +445,7 @@ def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dty
         assert train(other, resumed, BATCHES, range(3, 6)) == expected
         assert_bitwise(weights(other), weights(model))
         same_state(resumed.state_dict()["state"], opt.state_dict()["state"])
+        same_state(saved[1]["state"], kept)  # nothing is shared with it
 
 
 def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
@@ -513,29 +463,6 @@ def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
         assert all(v.shape == p.shape for k, v in entry.items() if k != "step")
 
 
-@PLANNED
-def test_a_state_that_was_read_into_nothing_is_refused_and_the_named_fix_works(planned, tmp_path):
-    model, opt = trained(3)
-    dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=tmp_path)
-    twin, other = trained(0)
-    empty = {"model": twin.state_dict(), "opt": other.state_dict()}
-    other.load_state_dict(empty["opt"])  # which is of no step
-    dcp.load(empty, checkpoint_id=tmp_path)
-    assert empty["opt"]["param_groups"][0]["muon_step"] == 3
-    if planned:
-        own = other.ownership
-        assert own.plan.specs.matrices
-    with pytest.raises(OwnershipError, match="of 3 steps and has no momentum"):
-        other.load_state_dict(empty["opt"])
-    with pytest.raises(OwnershipError, match="of 3 steps and has no momentum"):
-        set_optimizer_state_dict(twin, other, empty["opt"])
-    assert other.stats()["steps"] == 0
-    made = {"opt": other.state_dict()}  # `set_optimizer_state_dict` has made it
-    dcp.load(made, checkpoint_id=tmp_path)
-    other.load_state_dict(made["opt"])
-    assert train(twin, other, BATCHES, range(3, 5)) == train(model, opt, BATCHES, range(3, 5))
-
-
 FORMS_OF_A_STATE: dict[str, Callable[[nn.Module], Any]] = {
     "module": lambda m: m,
     "named": lambda m: list(m.named_parameters()),
@@ -545,9 +472,9 @@ FORMS_OF_A_STATE: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@PLANNED
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True},
-                                     {"flatten_optimizer_state_dict": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("options", "planned"), [
+    ({}, True), ({"full_state_dict": True}, False), ({"flatten_optimizer_state_dict": True}, False),
+], ids=str)  # fmt: skip
 def test_every_form_saves_what_every_form_loads(tmp_path, options, planned):
     """Through torch's distributed checkpoint, to files and back; then they go on alike."""
     how = StateDictOptions(**options)
@@ -605,21 +532,6 @@ def test_a_state_of_adamw_is_an_error_and_its_moments_are_taken_if_asked_for(pla
             assert torch.equal(entries[n]["exp_avg"], adamw.state[p]["exp_avg"]), n
             assert float(entries[n]["step"]) == 2.0
     train(twin, opt, BATCHES, [2])
-
-
-def test_a_state_of_another_model_is_refused_before_planning_too():
-    _, saved = trained()
-    _, donor = trained(dedicate={"select": lambda name, p: "blocks.1" in name and p.ndim == 2})
-    for planned in (False, True):
-        refuses(planned, donor.state_dict(), "updated by muon here and needs 'momentum_buffer")
-    wide = TinyGPT(vocabulary=12)
-    opt = muon(wide)
-    with pytest.raises(OwnershipError, match=r"embed\.weight.*another model"):
-        opt.load_state_dict(saved.state_dict())
-    with pytest.raises(OwnershipError, match=r"this optimizer has"):
-        opt.load_state_dict(muon(TinyGPT(blocks=1)).state_dict())
-    assert not opt.state
-    train(wide, opt, BATCHES, range(1))
 
 
 def test_roles_win_over_names_and_names_in_a_state_do_not_say_them():
@@ -716,25 +628,19 @@ _NAN = torch.full((11, WIDTH), math.nan)
 # returns another state, or makes it in place.
 _BAD: dict[str, tuple[Any, str]] = {
     "no dict": (lambda s: 1, "found int"),
-    "a list of no dicts": (lambda s: [1], "found int"),
     "another dict": (lambda s: {"a": 1}, r"with 'state' and 'param_groups', found \['a'\]"),
     "no groups": (lambda s: {"state": s["state"]}, r"found \['state'\]"),
     "a state that is no dict": (lambda s: s | {"state": [1]}, "'state' must be a dict"),
-    "an entry that is no dict": (lambda s: s | {"state": {0: 1}}, "'state' must be a dict"),
     "half of AdamW's": (_all("exp_avg"), "needs 'exp_avg', 'exp_avg_sq', 'step'"),
     "momentum for AdamW": (_all("momentum_buffer"), "needs 'exp_avg'"),
     "groups that are no list": (lambda s: s | {"param_groups": 3}, "'param_groups' must"),
     "a group without params": (lambda s: s | {"param_groups": [{}]}, "a list as 'params'"),
     "fewer groups": (lambda s: s | {"param_groups": []}, r"in 0 groups; this .* in 1"),
     "a step that is text": (_with("state", 0, "step", "three"), "step='three'"),
-    "a step for each row": (_with("state", 0, "step", torch.zeros(3)), "must be a number >= 0"),
     "a negative step": (_with("state", 0, "step", torch.tensor(-1.0)), "must be a number >= 0"),
     "integers": (_momentum(_MOMENTUM.int()), "torch.int32"),
-    "complex numbers": (_momentum(_MOMENTUM.to(torch.complex64)), "torch.complex64"),
     "an lr that is text": (_setting("lr", "abc"), r"param_groups\[0\] lr must be"),
-    "a negative lr": (_setting("lr", -1.0), r"param_groups\[0\] lr must be"),
     "one beta": (_setting("adamw_betas", (0.9,)), "adamw_betas must be"),
-    "no coefficients": (_setting("ns_coefficients", "nonsense"), "nonsense"),
     "a count that is text": (_setting("muon_step", "x"), "found step=x"),
     "a full step to come": (_setting("muon_last_full", 10**6), "last_full=1000000"),
     "no last full step": (
@@ -763,6 +669,9 @@ _BAD: dict[str, tuple[Any, str]] = {
     ),
     "no momentum": (_without("momentum_buffer"), "of 2 steps and has no momentum of any matrix"),
     "no entry": (lambda s: s["state"].clear(), "get_optimizer_state_dict"),
+    "another role": (_with("state", 3, {"exp_avg": 1}), "updated by muon here and needs 'momen"),
+    "another shape": (_with("state", 0, "exp_avg", torch.zeros(12, WIDTH)), "another model"),
+    "fewer parameters": (_with("param_groups", 0, "params", [0]), r"has 1 parameters in 1 groups"),
 }  # fmt: skip
 
 
@@ -780,15 +689,6 @@ def test_a_state_with_one_bad_value_is_refused_and_changes_nothing(planned, bad)
     refuses(planned, state if changed is None else changed, told)
 
 
-def test_entries_that_a_state_has_lost_are_told():
-    """They may be of parameters without a gradient so far, so this is no error."""
-    _, opt = trained()
-    state = copy.deepcopy(opt.state_dict())
-    state["state"][3] = {}
-    with pytest.warns(RuntimeWarning, match=r"nothing of 1 trainable .*their momentum, or AdamW"):
-        opt.load_state_dict(state)
-
-
 @PLANNED
 def test_get_state_dict_before_the_first_step_is_no_step(planned):
     model, opt = trained(0)
@@ -802,29 +702,22 @@ def test_get_state_dict_before_the_first_step_is_no_step(planned):
     same_state(opt.state_dict()["state"], other.state_dict()["state"])
 
 
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_a_first_step_of_a_warm_up_from_zero_is_one(lr):
-    _, opt = trained(lr=lr)
+def test_a_first_step_of_a_warm_up_from_zero_is_one():
+    _, opt = trained(lr=0.0)
     assert opt.stats()["steps"] == opt.param_groups[0]["muon_step"] == 1
 
 
-def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none(tmp_path):
+def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none():
     """docs/checkpoints.md"""
     donor, saved = trained(2)
-    whole, state = get_state_dict(donor, saved)
-    dcp.save({"model": whole, "optimizer": state}, checkpoint_id=tmp_path)
     model = TinyGPT().bfloat16()
     opt = muon(model, master_weights=True)
-    found, state = get_state_dict(model, opt)
-    state["state"] = {
-        name: {key: value for key, value in entry.items() if key != "master_weight"}
-        for name, entry in state["state"].items()
-    }
-    dcp.load({"model": found, "optimizer": state}, checkpoint_id=tmp_path)
-    set_state_dict(model, opt, model_state_dict=found, optim_state_dict=state)
+    model.load_state_dict(donor.state_dict())
+    opt.report()
+    opt.load_state_dict(saved.state_dict())
     entries = opt.state_dict()["state"]
     for i, (name, p) in enumerate(model.named_parameters()):
-        assert torch.equal(p, dict(donor.named_parameters())[name].bfloat16())
+        assert torch.equal(p, donor.get_parameter(name).bfloat16())
         assert torch.equal(entries[i]["master_weight"], p.float()), name
     train(model, opt, BATCHES, range(2, 4))
 
@@ -890,9 +783,8 @@ def of_torch(
 
 # Before planning and after: named or bare, which is listed first, in which order, some frozen.
 @pytest.mark.parametrize(("planned", "names", "listed", "order", "frozen"), [
-    (False, True, 1, 1, False), (True, True, -1, 1, False), (False, False, -1, 1, False),
-    (True, False, 1, 1, False), (False, True, -1, -1, False), (True, True, 1, -1, False),
-    (False, True, 1, 1, True), (False, False, 1, 1, True),
+    (True, True, -1, 1, False), (True, False, 1, 1, False), (False, True, 1, -1, False),
+    (False, False, -1, 1, True),
 ])  # fmt: skip
 def test_states_of_torchs_optimizers_are_continued(planned, names, listed, order, frozen):
     """By name in another order than here; all but names and values is alike for equal shapes. What
@@ -955,29 +847,10 @@ def replace_all(model: nn.Module, opt: dmuon.Muon) -> None:
         group["params"] = [made[p] for p in group["params"]]
 
 
-@pytest.mark.parametrize("replace", [
-    lambda m: setattr(m.blocks[1].up, "weight", nn.Parameter(torch.randn(2 * WIDTH, WIDTH))),
-    lambda m: setattr(m.lm_head, "weight", m.embed.weight),
-    lambda m: m.blocks[0].requires_grad_(True),
-], ids=["replaced", "tied", "unfrozen"])  # fmt: skip
-def test_changes_of_the_module_before_the_first_step_are_followed(replace):
-    model = TinyGPT()
-    model.blocks[0].requires_grad_(False)
-    opt = muon(model)
-    replace(model)
-    twin = clone(model)
-    same_steps((model, opt), (twin, ReferenceMuon(twin, **SETTINGS)), within=1e-5)
-    assert opt.state.keys() >= {p for p in model.parameters() if p.requires_grad}
-
-
-@FORMS
-def test_a_state_loaded_before_parameters_are_exchanged_is_theirs(form):
-    model = TinyGPT()
-    opt = muon(form(model))
-    train(model, opt, BATCHES, range(2))
+def test_a_state_loaded_before_parameters_are_exchanged_is_theirs():
+    model, opt = trained(2)
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    other = TinyGPT()
-    resumed = muon(form(other))
+    other, resumed = trained(0)
     resumed.load_state_dict(saved[1])
     replace_all(other, resumed)
     other.load_state_dict(saved[0])
@@ -1012,9 +885,7 @@ def test_what_was_frozen_has_its_own_rates_under_a_schedule(form, frozen):
 
 PIECES: dict[str, Callable[[str], bool]] = {
     "vectors": lambda name: name.endswith(("norm.weight", "bias")),
-    "embedding": lambda name: name.startswith("embed"),
     "block": lambda name: name.startswith("blocks.1"),
-    "some matrices": lambda name: name.endswith("up.weight"),
 }
 
 
@@ -1045,8 +916,6 @@ def given_late(
     if how == "groups":
         opt = muon([(n, p) for n, p in model.named_parameters() if not is_late(n)], **settings)
     else:
-        if how == "dedicated before":
-            dmuon.dedicate_params(model)
         opt = muon(model, **settings)
 
     def begin() -> None:
@@ -1057,8 +926,7 @@ def given_late(
     return opt, begin
 
 
-@pytest.mark.parametrize("how", ["unfrozen", "dedicated before", "groups"])
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize(("piece", "how"), [("vectors", "unfrozen"), ("block", "groups")])
 def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     model = TinyGPT()
     twin = clone(model)
@@ -1080,35 +948,11 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     assert_within(weights(model), weights(twin), 1e-5)
     assert opt.ownership is ownership and opt.stats()["steps"] == 5
     # Without new matrices nothing is solved again.
-    assert (ownership.plan.search.seconds == solved) == (piece in ("vectors", "embedding"))
+    assert (ownership.plan.search.seconds == solved) == (piece == "vectors")
     assert certify(ownership.plan).findings == ()
     same_state(opt.state_dict()["state"], through_a_file(opt.state_dict())["state"])
     ownership.close()
     assert ownership_of(model.lm_head.weight) is None
-
-
-def test_what_was_planned_goes_on_as_it_was():
-    """Momentum, moments and masters to the bit, the schedule, and what was counted."""
-    model = TinyGPT().bfloat16()
-    opt, begin = given_late("unfrozen", model, PIECES["block"], master_weights=True)
-    train(model, opt, BATCHES, range(2))
-    model.blocks[0].up.weight.grad = torch.full_like(model.blocks[0].up.weight, torch.nan)
-    with pytest.warns(RuntimeWarning, match="skipped"):
-        opt.step()
-    opt.zero_grad()
-    before = copy.deepcopy([dict(opt.state[p]) for p in opt.state])
-    known = list(opt.state)
-    begin()
-    late = model.blocks[1].up.weight
-    late.grad = torch.ones_like(late)
-    opt.step()  # of one matrix: all others stay as they are
-    assert len(opt.state) > len(known)
-    for p, entry in zip(known, before):
-        assert opt.state[p].keys() == entry.keys()
-        for key, value in entry.items():
-            assert torch.equal(torch.as_tensor(opt.state[p][key]), torch.as_tensor(value))
-    assert opt.state[late]["momentum_buffer"].any()
-    assert opt.stats()["skipped"] == 1 and opt.stats()["steps"] == 4
 
 
 def test_what_is_frozen_again_keeps_its_state_and_goes_on():
@@ -1167,13 +1011,25 @@ def test_planning_again_that_fails_leaves_all_as_it_was():
     train(model, opt, BATCHES, [2])
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_new_optimizer_of_the_same_parameters_takes_over(whole):
+def test_planning_again_keeps_what_was_counted():
+    model = TinyGPT()
+    opt, begin = given_late("unfrozen", model, PIECES["block"])
+    train(model, opt, BATCHES, [0])
+    model.blocks[0].up.weight.grad = torch.full((2 * WIDTH, WIDTH), math.nan)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        opt.step()
+    opt.zero_grad()
+    begin()
+    train(model, opt, BATCHES, [1])
+    assert (opt.stats()["skipped"], opt.stats()["steps"]) == (1, 3)
+
+
+def test_a_new_optimizer_of_the_same_parameters_takes_over():
     model = TinyGPT()
     twin = clone(model)
-    first = muon(model if whole else model.named_parameters())
+    first = muon(model)
     train(model, first, BATCHES, range(2))
-    second = muon(model if whole else model.named_parameters())
+    second = muon(model)
     second.load_state_dict(first.state_dict())
     train(model, second, BATCHES, range(2, 4))
     train(twin, muon(twin), BATCHES, range(4))
@@ -1182,52 +1038,7 @@ def test_a_new_optimizer_of_the_same_parameters_takes_over(whole):
         first.step()
 
 
-def test_a_report_may_be_asked_for_in_inference_mode():
-    model, opt = trained(0)
-    with torch.inference_mode():
-        assert opt.report()
-    train(model, opt, BATCHES, range(2))
-
-
 # ---- what users do around an optimizer ----------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", [
-    lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
-    lambda m: dmuon.clip_grad_norm_(m, 0.1),
-], ids=["torch", "dmuon"])  # fmt: skip
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_can_be_read_clipped_accumulated_and_cleared_by_torch(clip, set_to_none):
-    model = Mixed()
-    twin = clone(model)
-    opt = muon(model, dedicate=MIXED)
-    reference = ReferenceMuon(twin, **MIXED, **SETTINGS)
-    batches = inputs((4, WIDTH))
-    for step in range(4):
-        for each in (model, twin):
-            for part in range(2):
-                with dmuon.no_sync(each):
-                    mean_square(each, batches(10 * step + part)).backward()
-        for p, q in zip(model.parameters(), twin.parameters()):
-            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-5)
-        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-        assert clip(model).item() == pytest.approx(norm.item(), rel=1e-5)
-        opt.step()
-        reference.step()
-        assert all(p.grad is not None for p in model.parameters())
-        for each in (model, twin):
-            each.zero_grad(set_to_none)
-        assert_within(weights(model), weights(twin), 1e-5)
-    # Nothing is hooked, so whoever holds the tensors reads new weights right away.
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_what_is_asked_of_planning_is_used():
-    model = Mixed()
-    opt = muon(model, dedicate=MIXED | {"solver": "greedy"})
-    assert opt.ownership.plan.solver == "greedy"
-    assert len(opt.ownership.owner_of("qkv.weight")) == 3
 
 
 def test_dedicate_params_may_come_after_the_optimizer():
@@ -1262,25 +1073,26 @@ def test_everything_can_be_called_before_the_first_step():
     train(model, opt, BATCHES, range(1))
 
 
-HARMLESS: dict[str, Any] = {
-    "foreach": None, "fused": False, "maximize": False, "amsgrad": False, "capturable": False,
-    "differentiable": False, "decoupled_weight_decay": True, "name": "layer 3", "lr_scale": 0.5,
-    "initial_lr": 0.1, "_mine": 3,
-}  # fmt: skip
+def test_a_report_may_be_asked_for_in_inference_mode():
+    model, opt = trained(0)
+    with torch.inference_mode():
+        assert opt.report()
+    train(model, opt, BATCHES, range(2))
 
 
 @PLANNED
 def test_what_others_note_in_a_group_is_theirs(planned):
+    """A flag that changes nothing is dropped, and so is how torch's AdamW computed."""
     model = TinyGPT()
-    opt = muon([{"params": named, **HARMLESS} for named in by_role(model)])
+    opt = muon([{"params": named, **OF_OTHERS} for named in by_role(model)])
     train(model, opt, BATCHES, range(int(planned)))
     for group in opt.param_groups:
-        assert (group["name"], group["_mine"], group["lr_scale"]) == ("layer 3", 3, 0.5)
-        assert not group.keys() & {"foreach", "maximize", "decoupled_weight_decay"}
-        group |= HARMLESS | {"swa_lr": 0.1, "wd_mult": 2.0}
+        assert all(group[k] == v for k, v in OF_OTHERS.items() if k not in config.FLAGS)
+        assert not group.keys() & {*config.FLAGS}
+        group |= OF_OTHERS | {"swa_lr": 0.1}
     train(model, opt, BATCHES, range(1, 3))
     state = through_a_file(opt.state_dict())
-    state["param_groups"][1] |= {"fused": True, "foreach": True}  # how torch's AdamW computed
+    state["param_groups"][1] |= {"fused": True, "foreach": True}
     opt.load_state_dict(state)
     train(model, opt, BATCHES, [3])
     state["param_groups"][1]["maximize"] = True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,14 +138,6 @@ def longest_chain(graph: dict[str, set[str]]) -> list[str]:
     return max(best.values(), key=len)
 
 
-def test_chains_and_cycles_are_found():
-    graph = {"dmuon.optim": {"dmuon.api"}, "dmuon.api": {"dmuon.types", "dmuon.config"}}
-    graph |= {"dmuon.config": {"dmuon.types"}, "dmuon.types": set()}
-    assert longest_chain(graph) == ["dmuon.optim", "dmuon.api", "dmuon.config", "dmuon.types"]
-    with pytest.raises(CycleError):
-        longest_chain(graph | {"dmuon.types": {"dmuon.optim"}})
-
-
 def test_the_house_is_small():
     folders = Counter(path.parent for path in FILES)
     chain = longest_chain(GRAPH)
@@ -238,21 +230,6 @@ def test_no_other_environment_variable_is_read_and_none_is_set():
     assert {module: set(names) for module, names in found.items() if names} == ENVIRONMENT
     planted = 'os.environ.get("A", "1"); os.environ["B"] = "1"; getenv("C"); os.getenv("D")'
     assert environment_variables(planted) == ["A", "D", "?", "?"]
-
-
-@pytest.mark.parametrize(
-    ("source", "private"),
-    [
-        ("import torch\ntorch._C.x", ["torch._C.x"]),
-        ("import torch\ntorch._foreach_mul_(a, b)", []),
-        ("from torch.optim import _muon", ["torch.optim._muon"]),
-        ("from torch.distributed._tensor import DTensor", ["torch.distributed._tensor.DTensor"]),
-        ("import torch.distributed as dist\ndist._x", ["torch.distributed._x"]),
-        ("import torch\nself._x.torch._y\nx.__init__", []),
-    ],
-)
-def test_the_search_for_private_names_finds_them(source, private):
-    assert sorted(private_torch_names(source)) == private
 
 
 def test_print_belongs_to_the_command_line():

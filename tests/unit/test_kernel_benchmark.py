@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
 from functools import partial
@@ -12,14 +11,10 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernels import Case, Contender, Piece, Setup
-from dmuon.kernels.newton_schulz import newton_schulz
+from benchmarks.kernels import Case, Contender, Piece
 
 CPU, F32 = torch.device("cpu"), torch.float32
 MIXED = Case("mixed", ((5, 48, 96), (2, 96, 48), (1, 48, 48), (3, 20, 30)))
-TOY = Case("toy", ((2, 24, 40),))
-
-
 # ---- cases and arithmetic ----------------------------------------------------------------
 
 
@@ -37,18 +32,11 @@ def test_flops():
 
 @torch.no_grad()
 def test_all_contenders_compute_the_same():
-    x = torch.randn(70, 24, dtype=torch.float64)
-    expected = newton_schulz(x, method="standard", dtype=torch.float64)
-    torch.testing.assert_close(kernels.standard_form(x / x.norm()), expected)
     sources = MIXED.sources(CPU)
     references = kernels.references_of(sources, F32)
     chosen: Any = defaultdict(lambda: "gram[2]/torch_strips/float32")
-    found = kernels.contenders(sources, F32, chosen, compiles=True, others=False)
-    assert list(found) == [
-        "standard", "compiled", "gram", "standard_function", "function", "ours"
-    ]  # fmt: skip
-    del found["compiled"]
-    found["batched"] = partial(kernels.on_stacks, sources, F32, kernels.standard_form)
+    found = kernels.contenders(sources, F32, chosen, compiles=False, others=False)
+    assert list(found) == ["standard", "gram", "standard_function", "function", "ours"]
     found["small batches"] = partial(kernels.ours, sources, F32, chosen.__getitem__, 2)
     for name, build in found.items():
         contender = build()
@@ -62,64 +50,29 @@ def test_all_contenders_compute_the_same():
         assert kernels.error_of(broken, references) == pytest.approx(0.01, rel=0.1)
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_a_contender_that_fails_does_not_lose_the_others(monkeypatch, at):
-    """When it is made, or timed."""
-    contenders, calls = kernels.contenders, itertools.count()
-    monkeypatch.setitem(kernels.RATE_PRODUCTS, "cpu", (64, 1))
-
-    def fail() -> None:
-        if next(calls) == at:
-            raise torch.OutOfMemoryError("2 GiB")
-
-    def failing(build: Any) -> Contender:
-        fail()
-        (piece,) = build().pieces
-        return Contender((Piece(piece.refill, lambda: fail() or piece.run(), 0),))
-
-    def broken(*given: Any, **how: Any) -> Any:
-        found = contenders(*given, **how)
-        return {**found, "ours": partial(failing, found["ours"])}
-
-    monkeypatch.setattr(kernels, "contenders", broken)
-    setup = Setup(CPU, F32, defaultdict(lambda: "standard/torch/float32"), 0.01, False)
-    found: dict[str, Any] = {}
-    about = {"set": "toys", "dtype": "float32", "threads": 1}
-    kernels.run_case(setup, about, TOY, lambda row: found.update({row["contender"]: row}))
-    assert found["ours"]["failure"].startswith("OutOfMemoryError: 2 GiB")
-    assert found["standard"]["median_ms"] > 0 and found["gram"]["ratio_to_standard"] > 0
-    machine = {"device": "cpu", "cpu": "", "cpu_capability": "", "bf16_emulated": False}
-    whole = {"date": "", "versions": {}, "left_out": [], "machine": machine}
-    text = kernels.page({**whole, "rows": list(found.values())})
-    assert "| ours | OutOfMemoryError: 2 GiB |" in text
-
-
 # ---- verdicts and the command ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("ratio", "dtype", "emulated", "contender", "missed"),
+    ("ratio", "dtype", "emulated", "missed"),
     [
-        (0.60, "bfloat16", False, "ours", 0),
-        (0.63, "bfloat16", False, "ours", 1),
-        (1.04, "bfloat16", False, "ours", 2),
-        (1.04, "float32", True, "ours", 2),
-        (1.04, "bfloat16", True, "ours", 0),
-        (None, "bfloat16", False, "ours", 0),
-        (1.04, "bfloat16", False, "function", 1),
+        (0.60, "bfloat16", False, 0),
+        (0.63, "bfloat16", False, 1),
+        (1.04, "float32", True, 2),
+        (1.04, "bfloat16", True, 0),
+        (None, "bfloat16", False, 0),
     ],
 )
-def test_what_counts_as_missed(tmp_path, capsys, ratio, dtype, emulated, contender, missed):
-    baseline = "standard_function" if contender == "function" else "standard"
-    row = {"case": "1024 x 4096", "dtype": dtype, "threads": 1, "contender": contender}
-    row |= {"failure": "too slow"} if ratio is None else {f"ratio_to_{baseline}": ratio}
+def test_what_counts_as_missed(tmp_path, capsys, ratio, dtype, emulated, missed):
+    row = {"case": "1024 x 4096", "dtype": dtype, "threads": 1, "contender": "ours"}
+    row |= {"failure": "too slow"} if ratio is None else {"ratio_to_standard": ratio}
     row |= {"median_ms": 1.0, "p25_ms": 1.0, "p75_ms": 1.0} if ratio else {}
     machine = {"device": "cpu", "cpu": "", "cpu_capability": "", "bf16_emulated": emulated}
     found = {"machine": machine, "versions": {}, "date": "", "left_out": [], "rows": [row]}
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps(found))
     assert kernels.main(["--table", "--check", "--json", str(path)]) == int(missed > 0)
-    assert capsys.readouterr().out.count(f"x {baseline}, must be <= ") == missed
+    assert capsys.readouterr().out.count("x standard, must be <= ") == missed
 
 
 def test_one_run_from_the_command_line(tmp_path, capsys):

@@ -14,7 +14,6 @@ from dmuon.kernels.choice import (
     BACKENDS,
     Speeds,
     backend_version,
-    candidates,
     common_choice,
     fixed_choice,
     fixed_speeds,
@@ -139,20 +138,6 @@ def test_strips_equal_the_plain_products(m, batch):
     assert torch.equal(one[:99, -99:], one[-99:, :99].mT) == (m >= 512)
 
 
-def test_rounding_is_what_half_precision_units_do():
-    """Emulated bfloat16 products of torch, and float32 products rounded."""
-    y = gaussian(24, 40)
-    for method in ("standard", "gram[1,3]"):
-        how = {"method": method, "dtype": BF16}
-        emulated = newton_schulz(y, backend="torch", **how)
-        rounded = newton_schulz(y, backend="torch_rounded", **how)
-        assert rounded.dtype is BF16
-        assert relative(rounded, emulated) < 0.05  # other sums, rounded to other neighbours
-    (out, plain, c), x = torch.zeros(3, 24, 24), y.bfloat16().float() / 8
-    RoundedOps(BF16).shifted(x, x.mT, c, out=out, plain=plain, diag=0.1)
-    assert torch.equal(out, out.bfloat16().float())
-
-
 @pytest.mark.parametrize("backend", ["torch", "torch_strips", "torch_rounded"])
 @pytest.mark.parametrize(
     ("shape", "method"),
@@ -228,38 +213,17 @@ def test_backends_know_their_devices(monkeypatch):
     assert offered_backends(CPU, BF16, 256) == ("torch_strips",)
 
 
-def test_candidates_begin_with_the_fixed_rule_and_are_all_safe():
-    for dtype in (F32, BF16, F16):
-        for m, n in ((16, 16), (64, 300), (1024, 1024), (1024, 4096), (4096, 1024)):
-            found = candidates(m, n, dtype, CPU, 5)
-            assert found[0] == fixed_choice(m, n, dtype, CPU, 5)
-            assert len(set(found)) == len(found)
-            for choice in found:
-                name = str(choice).split("/")[0]
-                assert fixed_choice(m, n, dtype, CPU, 5, name).restarts == choice.restarts
-    one = candidates(1024, 4096, F32, CPU, 5, "gram[2]", "torch")
-    assert [str(choice) for choice in one] == ["gram[2]/torch/float32"]
-    forms = ("standard", "gram[1,3]", "gram[2]")
-    square = {str(choice) for choice in candidates(1024, 1024, F32, CPU, 5)}
-    assert square == {f"{f}/{b}/float32" for f in forms for b in ("torch_strips", "torch")}
-    wide = {c.method for c in candidates(1024, 16384, F32, CPU, 5)}
-    assert wide == {"gram"}, "the standard form multiplies more than 1.5 times as much"
-
-
 def test_a_choice_is_a_text():
     for choice in (
         KernelChoice("standard", (), "torch", "float32"),
         KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"),
-        KernelChoice("gram", (2,), "triton_small", "float16"),
         KernelChoice("standard", (), "torch_strips", "float32", "128"),
     ):
         assert KernelChoice.parse(str(choice)) == choice
     for text in (
-        *("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram[2]torch"),
-        *("gram/torch/float32", "gram[]/torch/float32", "gram[0]/torch/float32"),
-        *("gram[2,1]/torch/float32", "gram[1,1]/torch/float32", "standard[2]/torch/float32"),
-        *("gram[2]/torch/int8", "gram[2]/torch-64x64/float32"),
-        *("standard/torch_strips-0/float32", "standard/torch_strips-64x64/float32"),
+        *("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram/torch/float32"),
+        *("gram[2,1]/torch/float32", "standard[2]/torch/float32", "gram[2]/torch/int8"),
+        *("gram[2]/torch-64x64/float32", "standard/torch_strips-0/float32"),
     ):
         with pytest.raises(ValueError, match="no kernel choice"):
             KernelChoice.parse(text)
@@ -315,41 +279,19 @@ def test_forms_and_products_follow_what_is_measured(bf16):
     assert machine.choice(1024, 4096) == "gram[1,3]/torch_strips"  # of 256 rows
     assert machine.choice(1024, 1024) == "standard/torch_strips"
     assert machine.choice(300, 300) == "standard/torch"
-    assert machine.choice(128, 128) == "standard/torch_strips"  # too small for any
     machine = Machine(bf16, **AMX)
-    assert machine.choice(512, 512) == "standard/torch"
     assert machine.choice(512, 2048) == "gram[1,3]/torch"
     assert machine.choice(1024, 4096) == "gram[1,3]/torch_strips-512"
-    # Calls that take as long as the products of 256 rows leave nothing for more of them to save.
-    assert Machine(bf16, **ZEN).choice(256, 600) == "gram[1,3]/torch"
-    assert Machine(bf16, **(ZEN | {"call": 2e-4})).choice(256, 600) == "standard/torch"
     # Calls and copies that cost nothing: strips win from the first size on.
     assert Machine(bf16, 1e-9, 5e11, 1e15).choice(256, 256) == "standard/torch_strips-128"
 
 
-def test_noise_does_not_choose(bf16):
-    for slow in (3.0, 20.0):
-        for k in range(4):
-            machine = Machine(bf16, **ZEN, slow=[1.0] * k + [slow] * 7)
-            assert machine.choice(300, 300) == "standard/torch", "of plain products"
-            assert machine.choice(512, 512) == "standard/torch_strips"
-    # What is faster by less than the margin is not clearly so: 0.77 of the time, and the copies.
-    for copied, expected in ((1.2e9, "torch_strips"), (5.5e8, "torch")):
-        assert Machine(bf16, 2e-5, 5e11, copied).choice(512, 512) == f"standard/{expected}"
-
-
-def test_the_function_runs_what_was_measured(bf16):
-    x = gaussian(256, 256).float()
-    found = {}
-    for strip in (128, 256):
-        key = CPU, F32, 256, 1
-        bf16.setattr(choosing, "_speeds", {key: Speeds("torch_strips", 3e5, strip)})
-        found[strip] = newton_schulz(x, dtype=F32)
-        choice = fixed_choice(256, 256, F32, CPU, 5, speeds=choosing._speeds[key])
-        assert str(choice).split("/")[1] == ("torch_strips-128" if strip == 128 else "torch_strips")
-    assert not torch.equal(found[128], found[256])
-    plain = newton_schulz(x, dtype=F32, method="standard", backend="torch")
-    assert torch.equal(found[256], plain) and relative(found[128], plain) < 1e-4
+@pytest.mark.parametrize("slow", [3.0, 20.0])
+def test_noise_does_not_choose(bf16, slow):
+    for k in range(4):
+        machine = Machine(bf16, **ZEN, slow=[1.0] * k + [slow] * 7)
+        assert machine.choice(300, 300) == "standard/torch", "of plain products"
+        assert machine.choice(512, 512) == "standard/torch_strips"
 
 
 def test_ranks_that_measured_differently_agree():

@@ -6,22 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dmuon.catalogue import model_specs
-from dmuon.comm.routes import bucket_route, turns_of, units_for
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, Rates
-from dmuon.scheduler.network import Routes, job_of, planned
-from dmuon.scheduler.plan import OwnershipPlan, Sizes
+from dmuon.scheduler.network import job_of, planned
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import evenly_sharded
 from dmuon.scheduler.simulate import Machine, optimizer_ms
 from dmuon.scheduler.specs import MatrixSpec, StateSizes
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
-from tests.unit.test_shards import copied, shard_maps, specs_of
+from tests.unit.test_shards import specs_of
 
 H100 = CostTable.analytic("h100", momentum=False)
 HSDP = ("replicate", "shard")
@@ -154,49 +151,3 @@ def test_no_solver_has_a_shorter_step(model, shape, nic, each):
         for solver in ("auto", "greedy", "round_robin")
     }
     assert ms["auto"] <= min(ms.values()) * (1 + 1e-9), ms
-
-
-# ---- bytes ---------------------------------------------------------------------------------
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data(), shard_maps(), st.integers(1, 4), st.integers(1, 400), st.integers(1, 5))
-def test_bytes_are_those_of_the_routes(data, shards, least, size, per_node):
-    """Of every rank, to its node and to others, in each turn, whatever has copies."""
-    world = shards.world
-    topology = Topology.flat(world, ranks_per_node=min(per_node, world))
-    plan, sizes = data.draw(copied(shards, topology)), Sizes(size, size, least)
-    machine = Machine(RATES, 1e9, 1e9, is_cpu=True, is_shared=False)
-    counted = Routes(plan, shards, sizes, 2, machine)
-    node = np.array([topology.node(rank) for rank in range(world)])
-    for cut, bucket in zip(counted.cuts, counted.buckets(), strict=True):
-        expected = np.zeros((4, 2, 2, world))  # gather, scatter, turns; (near, far); (sent, came)
-        for rank in range(world):
-            seen = units_for(counted.units, shards, topology, rank)
-            route = bucket_route(shards, topology, seen, cut, rank)
-            is_near = node == node[rank]
-
-            def add(to, sent, came, is_near=is_near, rank=rank):
-                for way, values in enumerate((sent, came)):
-                    values = 2.0 * np.array(values)
-                    values[rank] = 0
-                    to[:, way, rank] += values[is_near].sum(), values[~is_near].sum()
-
-            if not route.columns:
-                add(expected[0], route.held.splits, route.owned.splits)
-                add(expected[1], route.owned.splits, route.held.splits)
-            spreads = [(one.columns, one.others.splits) for one in route.replications]
-            spreads += [(route.columns, route.updates.splits)] * bool(route.columns)
-            for columns, splits in spreads:
-                for n, (ranks, parts) in enumerate(turns_of(columns, splits, rank), 2):
-                    came = np.zeros(world)
-                    came[[*ranks]] = [numel for _, numel in parts]
-                    sent = np.zeros(world)
-                    sent[[*ranks]] = came[rank]
-                    add(expected[n], sent, came)
-        exchanges = [bucket.gather] * bool(bucket.gather) + [*bucket.turns]
-        every = [of for of in expected if of[:, 0].any()]
-        assert len(every) == len(exchanges)
-        for of, exchange in zip(every, exchanges, strict=True):
-            assert exchange.sent == pytest.approx(of[:, 0].sum(0).mean())
-            assert (exchange.inside, exchange.across) == pytest.approx((of[0].max(), of[1].max()))

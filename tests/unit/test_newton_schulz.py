@@ -70,13 +70,9 @@ def test_steps_always_count():
     [
         ("polar", 5, "'polar_express', 'quintic'"),
         ([QUINTIC] * 4, 5, r"4 coefficient triples for steps=5.*set steps=4"),
-        ([QUINTIC, (1.0, 2.0)], 2, r"three finite numbers .*\(1.0, 2.0\)"),
         ((1.0, 2.0, math.nan), 5, "three finite numbers"),
-        ((), 5, "0 coefficient triples"),
         (3.0, 5, "three finite numbers"),
-        (["abc"], 1, "three finite numbers"),
         ("simple", -1, "steps must be an integer >= 0, found -1"),
-        ("simple", True, "found True"),
     ],
 )
 def test_bad_coefficients(coefficients, steps, message):
@@ -192,13 +188,10 @@ def test_any_strides_and_leading_dims(dtype):
 def test_choice_of_method():
     for shape, dtype, steps, expected in (
         ((1024, 1024), BF16, 5, "standard"),
-        ((1024, 1280), BF16, 5, "standard"),  # about equal multiplications
         ((1024, 2048), BF16, 5, "gram"),
         ((2048, 1024), F16, 5, "gram"),
         ((128, 512), BF16, 5, "standard"),  # too small: calls count
         ((128, 512), F32, 5, "gram"),
-        ((32, 128), F32, 5, "standard"),
-        ((32, 4096), F32, 5, "gram"),
         ((1024, 4096), BF16, 1, "standard"),
     ):
         assert choose_method(*shape, dtype, steps) == expected
@@ -254,16 +247,6 @@ def test_zero_inf_nan_stay_where_they_are(method, dtype, shape):
     assert torch.equal(found[4:], expected[4:]) and found[4:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F64])
-def test_looking_at_norms_changes_no_bit(dtype):
-    """`newton_schulz` saves passes where a norm is harmless; optimizers cannot look."""
-    for shape, scale in itertools.product(((12, 40), (3, 40, 12)), (1, 1e-30, 1e30, 0, math.inf)):
-        x = scale * gaussian(*shape, dtype=F32)
-        found = newton_schulz(x, steps=0, dtype=dtype)
-        expected = normalize(x, dtype, out=torch.empty(x.shape, dtype=dtype))  # in more passes
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
 # ---- what the caller sees ----------------------------------------------------------------------
 
 
@@ -297,11 +280,9 @@ def test_autocast_does_not_reach_in_and_meta_tensors_give_shapes():
         (torch.ones(2, 3).to_sparse(), {}, r"sparse_coo.*x.to_dense\(\)"),
         (torch.ones(3), {}, r"found shape \(3,\); leave vectors to AdamW"),
         (torch.ones(2, 3), {"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
-        (torch.ones(0, 3), {"method": "svd"}, "found 'svd'"),
         (torch.ones(2, 3), {"dtype": "bf16"}, "found 'bf16'"),
         (torch.ones(2, 3), {"dtype": torch.int8}, "float32, float64, found torch.int8"),
         (torch.ones(2, 3), {"eps": 0.0}, "eps must be a finite number > 0"),
-        (torch.ones(0, 3), {"eps": math.nan}, "eps must be"),
         (torch.ones(0, 3), {"steps": -2}, "found -2"),
     ],
 )
@@ -346,10 +327,3 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     monkeypatch.setattr(devices, "_has_bf16", [native])
     assert devices.of("cpu").ns_dtype() == resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
-
-
-def test_powers_of_two_change_no_bit():
-    x = gaussian(9, 14, dtype=F32)
-    expected = newton_schulz(x, dtype=F32, eps=1e-37)
-    for power in range(-100, 101):
-        assert torch.equal(newton_schulz(x * 2.0**power, dtype=F32, eps=1e-37), expected), power

@@ -17,13 +17,12 @@ import shlex
 import socket
 import sys
 import textwrap
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -203,36 +202,6 @@ def try_command(words: list[str], place: str, is_run: bool) -> None:
         pytest.fail(f"{place}: {program!r} is not run here: say why, <!-- not run: ... -->")
 
 
-class Writer(ModuleType):
-    """In the place of W&B's module and of torch's TensorBoard, which needs another package: takes
-    what theirs takes, and keeps it by name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-        self.written: dict[str, list[tuple[float, int]]] = defaultdict(list)
-
-    def init(self, project: str) -> Writer:
-        return self
-
-    def log(
-        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
-    ) -> None:
-        if not isinstance(data, Mapping) or any(not isinstance(key, str) for key in data):
-            raise TypeError("wandb.log must be passed a dictionary")
-        for name, value in data.items():
-            self.add_scalar(name, value, step)
-
-    def SummaryWriter(self, log_dir: str | None = None) -> Writer:
-        return self
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-        assert type(scalar_value) is float and type(global_step) is int
-        self.written[tag].append((scalar_value, global_step))
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """One process as torchrun starts it; a page may leave a group, and files, behind."""
@@ -245,7 +214,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     # Compiling the readers' code into kernels would take most of the time of these tests.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     for name in ("wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, name, Writer(name))
+        writer = mock.MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, writer)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -259,30 +229,6 @@ def test_the_code_of_a_page_runs(page, alone):
     run(page.relative_to(REPOSITORY).as_posix(), page.read_text(encoding="utf-8"))
 
 
-def test_loggers_get_the_metrics_of_the_page(alone):
-    page, data = "docs/metrics.md", prelude()["data"] * 30
-    seen: dict[str, Any] = {}
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    run(
-        page,
-        text + "\n```python\nseen |= {'trainer': trainer, 'runner': runner}\n```\n",
-        data=data,
-        seen=seen,
-    )
-    for name in ("wandb", "torch.utils.tensorboard"):
-        written = sys.modules[name].written
-        assert [step for _, step in written["muon/grad_norm"]] == [0, 50], "two of sixty steps"
-        assert all(value > 0 for value, _ in written["muon/update_rms/0/max"])
-    assert seen["runner"].logged_metrics["muon/steps"] == 2
-    history = seen["trainer"].state.log_history
-    own = [entry["step"] for entry in history if {"loss", "learning_rate"} <= entry.keys()]
-    assert own == [1, 2], "Trainer's own logs are still there"
-    logs = [entry for entry in history if "muon/steps" in entry]
-    assert [entry["muon/steps"] for entry in logs] == [1.0, 2.0]
-    assert all(entry["muon/grad_norm"] > 0 for entry in logs)
-    assert json.loads(json.dumps(logs)) == logs
-
-
 def test_blocks_are_found_and_a_wrong_one_is_seen():
     text = (
         "# A\n\n```python\nx = 1\n```\n\n- b\n\n  ```python\n  y = x + 1\n  ```\n\n"
@@ -293,31 +239,6 @@ def test_blocks_are_found_and_a_wrong_one_is_seen():
     with pytest.raises(ZeroDivisionError) as error:
         run("page.md", text.replace("not run: reason", ""))
     assert error.traceback[-1].lineno == 14 and str(error.traceback[-1].path).endswith("page.md")
-
-
-@pytest.mark.parametrize(
-    ("block", "found"),
-    [
-        ("```\nmake test\n```\n", "page.md:2: a block must say what it is.*found ''"),
-        ("```sh\nmake test\n```\n", "found 'sh'"),
-        ("```bash\nmake test\n```\n", "'make' is not run here"),
-        ("```bash\nX=1 pip install dmuon\n```\n", "'pip' is not run here"),
-        ("<!-- not run: long -->\n```bash\nmake tests\n```\n", "no target tests"),
-        ("<!-- not run: long -->\n```bash\npython -m dmuon.x\n```\n", "no module dmuon.x"),
-        ("<!-- not run: long -->\n```bash\npython -m pytest tests/x.py\n```\n", "tests/x.py"),
-        (
-            "<!-- not run: long -->\n```bash\npython -m dmuon plan --model\\\n x --mash 4\n```\n",
-            "2",
-        ),
-        ("```bash\npython -m dmuon plan --model none --mesh 4x8\n```\n", "4x8 fails"),
-        ("```json\n{1}\n```\n", "Expecting property name"),
-    ],
-)
-def test_a_block_that_is_not_run_says_why(block, found):
-    with pytest.raises(
-        (AssertionError, SystemExit, ValueError, pytest.fail.Exception), match=found
-    ):
-        run("page.md", block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -333,14 +254,6 @@ def test_no_sentence_becomes_a_list(page):
         before = line.rstrip()
     counted = r"\b(second|third|fourth|fifth) line\b"
     assert not re.search(counted, page.read_text(encoding="utf-8")), page
-
-
-def test_the_range_of_rates_is_the_same_everywhere():
-    text = (REPOSITORY / "docs" / "learning-rate.md").read_text(encoding="utf-8")
-    said = [
-        re.search(r"often\s+([0-9]+\s+to\s+[0-9]+)\s+times", t) for t in (text, dmuon.Muon.__doc__)
-    ]
-    assert all(said) and len({" ".join(found[1].split()) for found in said if found}) == 1
 
 
 def test_no_block_is_missed():

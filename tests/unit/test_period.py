@@ -62,13 +62,6 @@ def test_full_steps_by_hand(period, count, full):
     assert seen == full
 
 
-@given(periods, lengths)
-def test_an_integer_period_is_a_constant_function(period, count):
-    expected = list(range(0, count, period))
-    for same in (period, lambda t: period, LinearPeriod(period, period, steps=7)):
-        assert full_steps(Schedule(same), count) == expected
-
-
 @given(varying, lengths)
 def test_distances_of_full_steps_are_those_of_the_function(values, count):
     period = cycling(values)
@@ -89,12 +82,9 @@ def test_a_linear_period_is_whole_where_it_should_be(start, steps):
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     ((0.5, 20, 90), ValueError, r"start must be a finite number >= 1, found 0\.5"),
     ((2, math.inf, 90), ValueError, r"end must be .*, found inf"),
-    ((math.nan, 2, 90), ValueError, r"start must be .*, found nan"),
     ((2, 20, 0), ValueError, r"steps must be an integer >= 1, found 0"),
     ((2, 20, 9.0), TypeError, r"steps must be .*, found 9\.0: write 9"),
-    ((2, 20, True), TypeError, r"steps must be .*, found True"),
     (("2", 20, 90), TypeError, r"start must be .*, found '2'"),
-    ((2, True, 90), TypeError, r"end must be .*, found True"),
 ])  # fmt: skip
 def test_linear_periods_that_make_no_sense(arguments, error, words):
     with pytest.raises(error, match=rf"LinearPeriod\.{words}"):
@@ -125,7 +115,7 @@ def test_a_function_that_goes_wrong_names_the_step_and_the_value(value, error, f
     assert schedule.t == first
 
 
-ODD = (math.inf, math.nan, 1.5, 2**70, -1, "3", None, True)
+ODD = (math.nan, 1.5, 2**70, -1, "3", None, True)
 
 
 @pytest.mark.parametrize(("state", "words"), [

@@ -171,31 +171,28 @@ def broken(**changes: object) -> str:
     return sealed({k: v for k, v in (data | changes).items() if v is not None or k not in changes})
 
 
-def test_a_step_of_zero_in_a_saved_plan_is_refused():
-    data = json.loads(broken())
-    data["specs"]["matrices"][0][-1] = [1, 0]
-    with pytest.raises(PlanError, match="is no part of parameter"):
-        OwnershipPlan.from_json(sealed(data))
-
-
 NO_RANKS = {"shape": [], "axes": [], "ranks_per_node": 1, "device_type": "cpu", "node_of": []}
 
 
 @pytest.mark.parametrize("changes", [
-    {"specs": None}, {"batches": None}, {"search": None}, {"batches": 7}, {"status": "perfect"},
-    {"layout": "scattered"}, {"topology": {}}, {"topology": NO_RANKS}, {"search": [1]},
-    {"batches": [[0, [0]]]}, {"batches": [[0, [0, 1], 1.0, "fast"]]},
+    {"specs": None}, {"batches": 7}, {"status": "perfect"}, {"layout": "scattered"},
+    {"topology": NO_RANKS}, {"batches": [[0, [0, 1], 1.0, "fast"]]},
 ])  # fmt: skip
 def test_what_is_no_plan_is_refused_as_one(changes):
     OwnershipPlan.from_json(broken())
-    texts = "", "plan", "null", "[]", "{}", "3", '"text"', broken()[:-20]
-    for text in (broken(**changes), *texts):
-        with pytest.raises(PlanError):
-            OwnershipPlan.from_json(text)
+    with pytest.raises(PlanError):
+        OwnershipPlan.from_json(broken(**changes))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", '"text"', broken()[:-20], "[" * 100_000])
+def test_what_is_no_json_of_a_plan_is_refused_as_such(text):
+    with pytest.raises(PlanError):
+        OwnershipPlan.from_json(text)
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), [
     ("matrices", {"rows": 60}, "no part of parameter"),
+    ("matrices", {"steps": (1, 0)}, "no part of parameter"),
     ("matrices", {"start": 1}, "no part of parameter"),
     ("matrices", {"parameter": 5}, "has no parameter #5"),
     ("matrices", {"dtype": "bfloat16"}, "dtype of its parameter, 'float32'"),
@@ -223,8 +220,7 @@ def test_a_plan_of_the_format_before_is_read_without_its_proof():
 
 @pytest.mark.parametrize(("batches", "message"), [
     ([(0, (0,))], "exactly one owner.*m1.weight"),
-    ([(0, (0, 0)), (0, (1,))], "exactly one owner.*m0.weight"),
-    ([(0, (0,)), (1, (0,)), (1, (1,))], "exactly one owner"),
+    ([(0, (0,)), (1, (0,)), (1, (1,))], "exactly one owner.*m0.weight"),
     ([(0, (0,)), (1, (1,)), (1, (2,))], "exactly one owner"),
     ([(0, (0,)), (1, (1,)), (1, (-1,))], "exactly one owner"),
     ([(0, (0,)), (2, (1,))], "owner 2 is not a rank"),
@@ -253,10 +249,8 @@ def fits(
 
 
 @pytest.mark.parametrize(("parameters", "options", "message"), [
-    ({k: v for k, v in SAME.items() if k != "b.weight"}, {}, r"- b.weight \[6, 6\]"),
     (SAME | {"d.weight": (2, 2)}, {}, r"\+ d.weight \[2, 2\]"),
     (SAME | {"a.weight": (6, 4)}, {}, r"! a.weight: plan \[4, 6\].*model \[6, 4\]"),
-    (SAME | {"c.bias": (7,)}, {}, r"! c.bias"),
     (SAME, {"world": 4}, r"for 2 ranks, the mesh has 4"),
     (SAME, {"heads": {"b.weight": 2}}, r"split"),
     (SAME, {"dtype": torch.bfloat16}, r"for float32: plan with --dtype bfloat16$"),

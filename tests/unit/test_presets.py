@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+planned = cache(model_specs)
+
+
 def total(specs: ModelSpecs) -> int:
     return sum(p.numel for p in specs.parameters + specs.frozen)
 
@@ -49,10 +53,12 @@ def routes(specs: ModelSpecs) -> dict[str, tuple[Algorithm, str]]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_elements_of_the_published_weights_and_sends_layers_to_muon(name):
-    specs = model_specs(name)
+    specs = planned(name)
     made_up = {"moe-60x256", "vla"}
     assert name in made_up or total(specs) == PUBLISHED[name]
-    assert len(PRESETS[name]["source"]) > 10
+    assert f"\n{row(name)}\n" in DOCS.read_text(encoding="utf-8"), (
+        "python -m tests.unit.test_presets"
+    )
     assert {p.dtype for p in specs.parameters} == {"bfloat16"}
     assert specs.frozen == ()
     for parameter in specs.parameters:
@@ -64,11 +70,11 @@ def test_a_preset_has_the_elements_of_the_published_weights_and_sends_layers_to_
 
 
 def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
-    untied, tied = (routes(model_specs(f"qwen2.5-{size}")) for size in ("7b", "3b"))
+    untied, tied = (routes(planned(f"qwen2.5-{size}")) for size in ("7b", "3b"))
     assert untied["model.embed_tokens.weight"] == (ADAMW, "embedding (Embedding)")
     assert untied["lm_head.weight"] == (ADAMW, "output head (get_output_embeddings)")
     assert tied["model.embed_tokens.weight"][1] == "embedding (Embedding), tied to 'lm_head.weight'"
-    vla = routes(model_specs("vla"))
+    vla = routes(planned("vla"))
     for name in ("position_embedding", "patch_embedding"):
         assert vla[f"vision_tower.embeddings.{name}.weight"][0] is ADAMW
 
@@ -105,8 +111,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     for content, complaint in (
         (b"{", "is no configuration: expected JSON"),
         (b"[1]", "expected an object, found a list"),
-        (b"null", "expected an object, found None"),
-        (b"[" * 100_000, "expected JSON"),
         (b"\xff\xfe\x00", "is no configuration"),
     ):
         path.write_bytes(content)
@@ -170,15 +174,11 @@ def test_a_function_gives_the_model(user_module, capsys):
     ("source", "function", "complaint"),
     [
         ("", "build", "no function 'build'"),
-        ("build = 3", "build", "no function 'build'"),
         ("def build(width): pass", "build", r"failed: TypeError.*width"),
         ("def build(): raise KeyError('depth')", "build", r"failed: KeyError\('depth'\)"),
-        ("def build(): raise SystemExit(3)", "build", r"failed: SystemExit\(3\)"),
         ("def build(): return {}", "build", "returned dict, expected a torch.nn.Module"),
         ("1 / 0", "build", r"importing .* failed: ZeroDivisionError"),
         ("raise SystemExit", "build", r"importing .* failed: SystemExit"),
-        ("import nothing_of_this_name", "build", "importing .* failed: ModuleNotFoundError"),
-        ("def build(:", "build", "importing .* failed: SyntaxError"),
     ],
 )
 def test_a_function_that_gives_no_model_is_a_clear_error(user_module, source, function, complaint):
@@ -212,22 +212,11 @@ def test_options_reach_the_specs():
             model_specs("gpt2", dtype)
 
 
-def table() -> list[str]:
-    """The table of presets in the documentation."""
-    rows = ["| preset | parameters | matrices | shapes from |", "|---|---:|---:|---|"]
-    for name, preset in PRESETS.items():
-        specs = model_specs(name)
-        billions = f"{total(specs) / 1e9:,.3f} B"
-        rows.append(f"| `{name}` | {billions} | {len(specs.matrices):,} | {preset['source']} |")
-    return rows
-
-
-def test_the_documentation_lists_the_presets():
-    documented = DOCS.read_text(encoding="utf-8").splitlines()
-    expected = table()
-    begin = documented.index(expected[0])
-    assert documented[begin : begin + len(expected)] == expected
+def row(name: str) -> str:
+    """Of the table of presets in the documentation."""
+    specs, source = planned(name), PRESETS[name]["source"]
+    return f"| `{name}` | {total(specs) / 1e9:,.3f} B | {len(specs.matrices):,} | {source} |"
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(map(row, PRESETS)))

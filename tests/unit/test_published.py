@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from benchmarks import published
 from benchmarks.published import (
-    COUNTED,
     document,
     missed,
     rows,
@@ -16,15 +13,12 @@ from benchmarks.published import (
 )
 from dmuon.scheduler.costs import ANALYTIC_DEVICES
 
-KINDS = {*COUNTED, "product", "exchange", "step", "ratio", "rate", "headline", "not predicted"}
 # What a row may say; no rate and no time of a device is among it.
 KEYS = {
     "name", "source", "tier", "kind", "unit", "published", "device", "groups", "unknowns",
     "assumption", "ranks", "per_node", "nic", "tokens", "minus", "over", "base_ms", "flops",
     "operations", "period", "block", "calls", "host_bound", "calibrates", "simulate",
 }  # fmt: skip
-GROUP = {"before", "gather", "work", "scatter", "after"}
-FORMS = {"product", "standard", "standard one by one", "gram", "passes", "operations"}
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +33,13 @@ def value_of(found: list[published.Row], name: str) -> float:
 
 def test_the_rows_are_well_formed() -> None:
     given = document()["rows"]
-    names = Counter(row["name"] for row in given)
-    assert names.most_common(1)[0][1] == 1
+    assert len({row["name"] for row in given}) == len(given)
+    assert {*document()["addresses"]} == {row["source"] for row in given}
     for row in given:
-        assert row.keys() <= KEYS, row["name"]
-        assert document()["addresses"][row["source"]], row["name"]
-        assert row["tier"] in ("A", "A-", "B", "C"), row["name"]
-        assert row["kind"] in KINDS, row["name"]
-        assert row["unknowns"], row["name"]
-        if row["kind"] == "headline":
-            assert row["simulate"] and row["published"]
-        elif row["kind"] != "not predicted":
+        assert row.keys() <= KEYS and row["unknowns"], row["name"]
+        if row["kind"] not in ("headline", "not predicted"):
             assert row["device"] in ANALYTIC_DEVICES, row["name"]
             assert row["published"] > 0 and row["assumption"], row["name"]
-            for group in row["groups"]:
-                assert group.keys() <= GROUP, row["name"]
-                assert {entry[0] for entry in group.get("work", ())} <= FORMS, row["name"]
-    assert {*document()["addresses"]} == {row["source"] for row in given}
 
 
 def test_the_limits_of_tier_a_hold_but_for_named_misses(found: list[published.Row]) -> None:
@@ -81,19 +65,3 @@ def test_predictions_by_hand(found: list[published.Row]) -> None:
     sent = 2 * (17 * 640 + 8 * 2560) * 5120 * 2
     wire = value_of(found, "dion 96, 2 GPUs: all-to-alls")
     assert wire == pytest.approx(1e3 * sent / (0.8 * 450e9), rel=0.05)
-
-
-def test_the_bytes_of_exchanges_are_those_that_were_published() -> None:
-    """dion's issues give bytes, which no prediction was made from."""
-    megabytes = {
-        "dion 99, 4 GPUs: all-to-alls, global": 2621,
-        "dion 99, 8 GPUs, 400Gb/node: all-to-alls, global": 1363,
-        "dion 99, 16 GPUs, 400Gb/node: all-to-alls, global": 734,
-        "dion 96, 2 GPUs: all-to-alls": 2 * 642.3,  # that of one destination was published
-        "dion 96, 4 GPUs: all-to-alls": 4 * 163.8,
-    }
-    for row in document()["rows"]:
-        if row["name"] in megabytes:
-            ways = [group[way][1] for group in row["groups"] for way in ("gather", "scatter")]
-            assert sum(ways) / 1e6 == pytest.approx(megabytes.pop(row["name"]), rel=0.002)
-    assert not megabytes

@@ -7,76 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dmuon.comm.reducer as reducer_module
-from dmuon import devices
-from dmuon.comm.reducer import UNDER_WAY, GradientReducer
+from dmuon.comm.reducer import UNDER_WAY
 from dmuon.comm.transport import Transport, Work
-from dmuon.types import DmuonError
-from tests.accelerator import Pretended
-from tests.unit.models import reduced_in_backward, reducer_of
-
-
-class Alike(Transport):
-    """As many ranks as you like that hand in the same; sums are what a dtype makes of them."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-
-    def reduce_scatter(self, parts: Sequence[Tensor], *, tag: str) -> Work:
-        parts[0].mul_(self.world)
-        return super().reduce_scatter(parts, tag=tag)
-
-    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
-        if not maximum:
-            tensor.mul_(self.world)
-        return super().all_reduce(tensor, tag=tag)
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(20, 6))
-        self.weight = nn.Parameter(torch.randn(5, 6))
-        self.bias = nn.Parameter(torch.randn(5))
-        self.spare = nn.Parameter(torch.randn(4, 6))
-
-
-@pytest.fixture(params=[1, 2, 255, 256, 2**16])
-def reducer(request) -> GradientReducer:
-    return reducer_of(Table(), Alike(request.param))
-
-
-def backward(reducer: GradientReducer, *, sparse: bool = False) -> None:
-    table, weight, bias, _ = reducer.parameters
-    F.linear(F.embedding(torch.arange(4), table, sparse=sparse), weight, bias).sum().backward()
-
-
-def test_every_rank_has_a_gradient_or_none_has(reducer):
-    backward(reducer)
-    reducer.ensure(lambda: None)
-    assert reducer.present == [True, True, True, False]
-
-
-def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(reducer):
-    backward(reducer, sparse=True)
-    with pytest.raises(DmuonError, match=r"'table'.*dense.*sparse=False"):
-        reducer.ensure(lambda: None)
-
-
-def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypatch):
-    monkeypatch.setitem(devices.TYPES, "cpu", Pretended)
-    backward(reducer, sparse=True)
-    reducer.ensure(lambda: None)
-    assert reducer.parameters[0].grad is None  # counts as missing
-    reducer.clear()
-    backward(reducer)
-    with pytest.raises(DmuonError, match=r"'table'.*not dense.*before the last step"):
-        reducer.ensure(lambda: None)
-    reducer.clear()
-    reducer.ensure(lambda: None)  # told once
+from tests.unit.models import reduced_in_backward
 
 
 class Lagging(Transport):

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import dmuon
@@ -22,7 +21,6 @@ from dmuon.report import data as report_module
 from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.report.render import fold_names
 from dmuon.scheduler.certificate import Certificate
-from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, ParameterSpec
@@ -171,23 +169,16 @@ def test_measured_times_are_compared_with_predicted_ones():
 
 @pytest.mark.parametrize(("certificate", "shown"), [
     (Certificate(True, True, 4.0, 4.0), "certificate valid"),
-    (Certificate(True, False, 4.0, 4.0, ("no proof",)), "bound not proven: no proof"),
+    (Certificate(True, False, 4.0, 4.0, ("no proof",)), "ms (not proven)"),
     (Certificate(False, False, 4.0, 3.0, ("it lies", "twice")), "INVALID: it lies; twice"),
 ])  # fmt: skip
 def test_the_report_shows_the_verdict_of_the_certificate(monkeypatch, certificate, shown):
-    checked = []
     report_module._certified.cache_clear()
-    monkeypatch.setattr(report_module, "certify", lambda plan: checked.append(plan) or certificate)
-    plan = measured_plan()
-    report = build_report(plan)
-    assert checked == [], "only when asked for"
+    monkeypatch.setattr(report_module, "certify", lambda plan: certificate)
+    report = build_report(measured_plan())
     assert shown in told(report)
-    assert ("ms (not proven)" in told(report)) is not certificate.proven
     found = report.to_dict()["certificate"]
     assert (found["ok"], found["verdict"]) == (certificate.ok, str(certificate))
-    assert list(found["findings"]) == list(certificate.findings)
-    str(build_report(plan, [4.0, 4.0]))
-    assert len(checked) == 1, "a plan is checked once"
     report_module._certified.cache_clear()
 
 
@@ -216,6 +207,7 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     assert max(r["ms"] for r in data["ranks"]) == data["makespan_ms"]
     assert data["fingerprint"] == plan.fingerprint()
     assert sum(s["count"] for s in data["shapes"]) == len(plan.specs.matrices)
+    assert [p["name"] for p in data["parameters"]] == [p.name for p in plan.specs.parameters]
     assert data["kernels"] == [{"kernel": "", "batches": 2, "matrices": 5}]
     expected = {
         "loads_ms": [2.0, 6.0], "ratios": [0.5, 1.5], "ratio": 1.0, "makespan_ms": 6.0,
@@ -223,31 +215,6 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     }  # fmt: skip
     assert data["measured"] == expected
     assert build_report(plan).to_dict()["measured"] is None
-
-
-@pytest.mark.parametrize(("world", "measured"), [(16, False), (16, True), (17, True), (999, False)])
-def test_each_rank_is_shown_up_to_16_then_the_busiest_and_the_idlest(world, measured):
-    plan = taking_turns(TinyGPT(blocks=30), world)
-    # No two are alike.
-    batches = [replace(b, ms=b.ms * (1 + b.owner / 1000)) for b in plan.batches]
-    limits = OwnerLimits(fixed_ms=tuple(0.001 * rank for rank in range(world)))
-    plan = replace(plan, batches=tuple(batches), limits=limits)
-    report = build_report(plan, [2 * ms for ms in plan.loads_ms] if measured else None)
-    text = str(report)
-    lines = text.splitlines()
-    assert all(len(line) <= 100 and line == line.rstrip() for line in lines)
-    assert len(lines) < 68 and "\x1b" not in text
-    assert f"mesh {world} (dp): {world} ranks on 1 node of cpu, layout" in lines[1]
-    row = r"^ *(\d+) +\d+ +\d+\.\d{3} +.*[\d.]+ [KMG]?i?B"
-    shown = [int(rank) for rank in re.findall(row, text, re.M)]
-    if world <= 16:
-        assert shown == list(range(world)) and "more ranks" not in text
-        return
-    assert len(shown) == len(set(shown)) == 10
-    assert f"{world - 10} more ranks" in text
-    by_load = sorted((r.ms for r in report.ranks), reverse=True)
-    assert [report.ranks[r].ms for r in shown] == by_load[:5] + by_load[-5:]
-    assert re.search(r"^ *mean +\d+\.\d +\d+\.\d{3}", text, re.M)
 
 
 def test_one_process_gets_three_lines_and_its_routes(tmp_path):
@@ -275,35 +242,6 @@ def test_model_mesh_device_and_groups_are_named():
     assert "group 0 by muon: lr 0.03, weight decay 0.25; group 0 by adamw: lr 0.004" in told(found)
 
 
-def test_every_parameter_is_named_with_its_route_and_reason():
-    model = TinyGPT(blocks=12)
-    model.blocks[0].requires_grad_(False)
-    report = build_report(taking_turns(model, 2))
-    listed = {p["name"]: p for p in report.to_dict()["parameters"]}
-    assert {n: p["numel"] for n, p in listed.items()} == {
-        n: p.numel() for n, p in model.named_parameters()
-    }
-    table, by = {}, []
-    for line in str(report).partition("\nParameters\n")[2].splitlines():
-        if found := re.fullmatch(r" +(\d+)  ([\d x]+?) +(\S+)", line):
-            table[found[3]] = (int(found[1]), found[2], by[-1])
-        else:
-            by.append(line)
-    assert sum(count for count, *_ in table.values()) == len(listed)
-    routes = [why.split(":")[0] for why in by]
-    assert routes == sorted(routes, key=["muon", "adamw", "frozen"].index)
-    for name, row, in_dict in (
-        ("blocks.{1..11}.up.weight", (11, "16 x 8", "muon: weight"), "blocks.1.up.weight"),
-        ("blocks.{1..11}.norm.bias", (11, "8", "adamw: 1-D"), "blocks.11.norm.bias"),
-        ("blocks.0.up.weight", (1, "16 x 8", "frozen: requires_grad is False"), None),
-    ):
-        assert table[name] == row
-        entry = listed[in_dict or name]
-        assert f"{entry['algorithm']}: {entry['reason']}" == row[2]
-    elements = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) elements", str(report))]
-    assert sum(elements) == sum(p.numel() for p in model.parameters())
-
-
 def test_names_that_are_alike_are_folded():
     grid = [f"h.{i}.e.{j}.w" for i in range(3) for j in range(2)]
     assert fold_names(grid) == [("h.{0..2}.e.{0,1}.w", 6)]
@@ -312,17 +250,6 @@ def test_names_that_are_alike_are_folded():
     assert fold_names(["a.3.x2", "a.5.x2", "a.6.x2", "b"]) == [("a.{3,5,6}.x2", 3), ("b", 1)]
     ((long, count),) = fold_names(f"e.{2 * i}" for i in range(99))
     assert (count, len(long) < 40, long.endswith(",...}")) == (99, True, True)
-
-
-def test_a_console_may_show_it_in_colour_and_brackets_are_no_markup():
-    model = nn.ModuleDict({"[bold]": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4)})
-    report = build_report(taking_turns(model, 4))
-    console = Console(width=100, force_terminal=True, color_system="standard", _environ={})
-    with console.capture() as capture:
-        console.print(report)
-    assert "\x1b[" in capture.get() and "[bold].weight" in str(report)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", capture.get())
-    assert [line.rstrip() for line in plain.rstrip().splitlines()] == str(report).splitlines()
 
 
 def test_the_report_of_an_ownership_is_that_of_its_plan():
@@ -340,13 +267,13 @@ def page(report: LoadBalanceReport, folder: Path) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def loads_report(loads: list[float], bound: float, per_node: int | None = None, measured=None):
-    """A matrix a rank that costs its load; ranks of load 0 have none."""
-    busy = [rank for rank, ms in enumerate(loads) if ms]
+def loads_report(loads: list[float], per_node: int | None) -> LoadBalanceReport:
+    """One matrix per rank that costs the rank's load, measured as it was predicted."""
     topology = Topology.flat(len(loads), ranks_per_node=per_node)
-    plan = replace(plan_of(specs_of([WIDE] * len(busy)), busy, len(loads)), topology=topology)
+    plan = plan_of(specs_of([WIDE] * len(loads)), range(len(loads)), len(loads))
     batches = tuple(replace(b, ms=loads[b.owner]) for b in plan.batches)
-    return build_report(replace(plan, batches=batches, lower_bound_ms=bound), measured)
+    plan = replace(plan, topology=topology, batches=batches, lower_bound_ms=1.0)
+    return build_report(plan, loads)
 
 
 def parsed(text: str) -> ElementTree.Element:
@@ -354,44 +281,21 @@ def parsed(text: str) -> ElementTree.Element:
     return ElementTree.fromstring(re.sub(r"<!doctype html>|<meta[^>]*>", "", text))
 
 
-def pictures(text: str) -> list[list[tuple[str, list[ElementTree.Element], list[str]]]]:
-    """Of the picture: each group's title, rectangles and texts."""
-    found = [
-        [(getattr(g.find("title"), "text", ""), [*g.iter("rect")],
-          [t.text for t in g.findall("text")])
-         for g in svg.findall("g")]
-        for svg in parsed(text).iter("svg")
-    ]  # fmt: skip
-    assert len(found) == 1
-    return found
-
-
-def size(rect: ElementTree.Element, name: str) -> float:
-    return float(rect.get(name).rstrip("%"))
-
-
-@pytest.mark.parametrize(
-    ("world", "per_node", "measured"),
-    [(2, None, True), (6, 4, False), (64, 8, True), (65, 8, True), (300, 100, False),
-     (4096, 8, True), (4096, None, False)],
-)  # fmt: skip
-def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_node, measured):
+@pytest.mark.parametrize(("world", "per_node"), [(2, None), (6, 4), (4096, 8)])
+def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_node):
     loads = [1.0 + rank % 7 / 100 for rank in range(world)]
-    text = page(loads_report(loads, 1.0, per_node, loads if measured else None), tmp_path)
+    text = page(loads_report(loads, per_node), tmp_path)
     tags = {element.tag for element in parsed(text).iter()}
     attributes = {name for element in parsed(text).iter() for name in element.attrib}
-    assert text.startswith("<!doctype html>")
-    assert 'content="width=device-width' in text
-    assert len(text.encode()) < 100_000
+    assert text.startswith("<!doctype html>") and len(text.encode()) < 100_000
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert attributes.isdisjoint({"src", "href", "xlink:href", "onload", "onclick"})
     assert not re.search(r"https?:|url\(|@import|javascript:|nan%", text)
-    (drawn,) = pictures(text)
-    assert 1 <= len(drawn) <= 64
-    for _, rects, _ in drawn:
-        for rect in rects:
-            assert size(rect, "x") >= 0 <= size(rect, "width")
-            assert size(rect, "x") + size(rect, "width") <= 100.5
+    (svg,) = parsed(text).iter("svg")
+    assert 1 <= len(svg.findall("g")) <= 64
+    for rect in svg.findall("g/rect"):
+        x, width = (float(rect.get(name).rstrip("%")) for name in ("x", "width"))
+        assert x >= 0 <= width and x + width <= 100.5
 
 
 def test_the_page_holds_what_the_text_holds(tmp_path):
@@ -404,22 +308,6 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
     assert "m0.weight, 4.000 ms" in slow
-
-
-def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
-    path = tmp_path / "report.html"
-    path.write_text("old")
-    report = build_report(measured_plan())
-    with path.open() as reader:
-        report.to_html(str(path))
-        assert reader.read() == "old", "who reads it sees the old one or the new one"
-    text = path.read_text(encoding="utf-8")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "half \ud800")
-    assert path.read_text(encoding="utf-8") == text == page(report, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(FileNotFoundError, match=r"directory .*missing does not exist"):
-        report.to_html(tmp_path / "missing" / "report.html")
 
 
 def golden_report() -> str:

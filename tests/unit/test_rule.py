@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.optim._muon import _adjust_lr as torch_adjust_lr
 
 from dmuon.reference import ReferenceMuon
 from dmuon.rule import (
@@ -16,87 +15,17 @@ from dmuon.rule import (
     NorMuon,
     Rule,
     StateSpec,
-    adjusted_lr,
     copier,
     follow_weights,
-    momentum_dtypes,
     momentum_update,
     rule_of,
 )
-from dmuon.tensors import normalize, normalize_, wide_norms
+from dmuon.tensors import wide_norms
 from tests.accelerator import host_cannot_read
 
 RULE = Rule()
 EMA = Hyper(0.1, 0.5, None, momentum=0.9)
 SGD = Hyper(0.1, 0.5, None, momentum=0.9, mode="sgd", dampening=0.25)
-EVERY = pytest.mark.parametrize("hyper", [EMA, SGD], ids=["ema", "sgd"])
-NESTEROV = pytest.mark.parametrize("nesterov", [False, True])
-
-
-def gradients(steps: int, *shape: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=generator) for _ in range(steps)]
-
-
-# ---- momentum ----------------------------------------------------------------------------
-
-
-@EVERY
-@NESTEROV
-def test_momentum_in_two_halves_is_the_same(hyper, nesterov):
-    """The operand first, the buffer later: as a step does that may still be called off."""
-    hyper = replace(hyper, nesterov=nesterov)
-    buffer, grad = gradients(2, 4, 3)
-    expected_buffer = buffer.clone()
-    expected = momentum_update(expected_buffer, grad, hyper)
-    before, out = buffer.clone(), torch.empty(4, 3)
-    RULE.operands([out], [buffer], [grad], hyper)
-    assert torch.equal(buffer, before)
-    RULE.advance([buffer], [grad], hyper)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(buffer, expected_buffer, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("nesterov", "dampening"), [(False, 0.0), (True, 0.0), (False, 0.25)])
-def test_sgd_momentum_is_that_of_torch_sgd(nesterov, dampening):
-    p = nn.Parameter(torch.zeros(4, 3))
-    sgd = torch.optim.SGD([p], 1.0, 0.9, nesterov=nesterov, dampening=dampening)
-    first, *others = gradients(5, 4, 3)
-    p.grad = first.clone()
-    sgd.step()
-    buffer = first.clone()  # torch starts its buffer from the first gradient undamped
-    for grad in others:
-        before = p.detach().clone()
-        p.grad = grad.clone()
-        sgd.step()
-        hyper = replace(SGD, nesterov=nesterov, dampening=dampening)
-        operand = momentum_update(buffer, grad, hyper)
-        torch.testing.assert_close(sgd.state[p]["momentum_buffer"], buffer, rtol=0, atol=0)
-        torch.testing.assert_close(p.detach(), before - operand, rtol=0, atol=0)
-
-
-# ---- learning rate, decay, update --------------------------------------------------------
-
-
-@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
-@pytest.mark.parametrize("shape", [(8, 2), (2, 8), (5, 5), (25, 100), (1, 7)])
-def test_the_rate_is_adjusted_as_torch_adjusts_it(adjust, shape):
-    assert adjusted_lr(0.02, adjust, *shape) == torch_adjust_lr(0.02, adjust, torch.Size(shape))
-    if adjust == "match_rms_adamw":
-        assert adjusted_lr(0.02, 0.2, *shape) == adjusted_lr(0.02, adjust, *shape)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("update_dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_applied_as_torch_muon_applies_them(dtype, update_dtype):
-    targets = [g.to(dtype) for g in gradients(3, 4, 5)]
-    updates = [g.to(update_dtype) for g in gradients(6, 4, 5)[3:]]
-    expected = [t.clone() for t in targets]
-    for target, update in zip(expected, updates):
-        target.mul_(1 - 0.1 * 0.02)
-        target.add_(update, alpha=-0.03)
-    RULE.apply(targets, updates, replace(EMA, decay=1 - 0.1 * 0.02), lr=0.03)
-    assert all(map(torch.equal, targets, expected))
 
 
 # ---- masters -------------------------------------------------------------------------------
@@ -170,22 +99,6 @@ def test_norms_of_lists_are_right_over_the_whole_range(dtype):
 # ---- what goes to Triton ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "nesterov", "dtype"),
-    [("ema", True, torch.bfloat16), ("ema", False, torch.float32), ("sgd", True, torch.float32)],
-)
-def test_momentum_is_scaled_into_the_operand(mode, nesterov, dtype):
-    hyper = replace(EMA, mode=mode, nesterov=nesterov)
-    grad, buffer = torch.randn(2, 2, 6, 9)
-    expected = buffer.clone()
-    operand = momentum_update(expected, grad, hyper)
-    out = torch.empty(2, 6, 9, dtype=dtype)
-    RULE.operand(buffer, grad, hyper, out=out)
-    assert torch.equal(buffer, expected)
-    within = 2 * torch.finfo(dtype).eps  # of two formulas of Nesterov
-    torch.testing.assert_close(normalize_(out), normalize(operand, dtype), rtol=within, atol=1e-7)
-
-
 class Noted:
     """In place of `dmuon.kernels.triton_lists`: what is asked of it, by name."""
 
@@ -242,21 +155,6 @@ def test_list_kernels_get_the_groups_settings_and_what_suits_them(noted):
     assert not outs[2].any()
 
 
-def test_an_operand_is_made_from_its_norm_where_the_host_cannot_read(noted):
-    grad, buffer = torch.randn(2, 2, 6, 9)
-    wanted, out = buffer.clone(), torch.empty(2, 6, 9)
-    operand = momentum_update(wanted, grad, SGD)
-    norms = RULE.operand(buffer, grad, SGD, out=out)
-    assert [name for name, *_ in noted.seen] == ["norms", "advance"]
-    torch.testing.assert_close(buffer, wanted)
-    torch.testing.assert_close(norms.float(), operand.flatten(1).norm(dim=1))
-    torch.testing.assert_close(normalize_(out), normalize(operand, torch.float32))
-    stays = torch.tensor(True)
-    RULE.operand(buffer, grad, SGD, out=out, stays=stays)
-    torch.testing.assert_close(buffer, wanted)
-    assert not out.any()
-
-
 def test_weights_are_updated_in_one_pass_where_that_is_possible(noted):
     weights = [torch.ones(4, 6), torch.ones(6, 4).mT, torch.ones(4, 6)]
     updates, stays = [torch.ones(4, 6)] * 3, torch.tensor([False, False, True])
@@ -279,49 +177,6 @@ def test_parts_of_matrices_are_copied_in_few_calls(noted):
 
 
 # ---- variants ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 8, 5), (1, 1, 7)])
-def test_normuon_is_its_formula_in_float64(dtype, shape):
-    b, rows, _ = shape
-    moment, expected = torch.zeros(b, rows), torch.zeros(b, rows, dtype=torch.float64)
-    for update in gradients(4, *shape):
-        update = update.to(dtype)
-        x = update.double()
-        expected = 0.95 * expected + 0.05 * x.square().mean(2)
-        changed = x / (expected.sqrt() + 1e-8)[:, :, None]
-        changed *= x.norm(dim=(1, 2), keepdim=True) / changed.norm(dim=(1, 2), keepdim=True)
-        NorMuon().accepted(update, {"row_moment": moment})
-        eps = max(torch.finfo(dtype).eps, 1e-6)
-        torch.testing.assert_close(update.double(), changed, rtol=4 * eps, atol=1e-12)
-        torch.testing.assert_close(moment.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("stays", [None, torch.tensor([True, False])])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cautious_decay_takes_only_what_the_update_shrinks(dtype, stays):
-    weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 1e-30], dtype=dtype)
-    update = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1e-30])
-    targets = [weight.clone(), weight.clone()]
-    RULE.apply(targets, [update] * 2, replace(EMA, cautious=True), lr=0.0, stays=stays)
-    decayed = torch.where(torch.tensor([True, False, False, True, True, True]), 0.5, 1.0)
-    assert torch.equal(targets[1], (weight * decayed).to(dtype))
-    assert torch.equal(targets[0], weight if stays is not None else targets[1])
-
-
-def test_narrow_momentum_is_advanced_wide():
-    assert momentum_dtypes("bfloat16", torch.float32, False) == (torch.bfloat16, torch.float32)
-    assert momentum_dtypes("float32", torch.bfloat16, False) == (torch.float32, torch.float32)
-    assert momentum_dtypes("bfloat16", torch.bfloat16, True) == (torch.bfloat16, torch.float32)
-    assert momentum_dtypes(None, torch.bfloat16, False) == (torch.bfloat16, torch.bfloat16)
-    buffer, grad = gradients(2, 1, 6, 9)
-    narrow, wide = buffer.bfloat16(), buffer.bfloat16().float()
-    outs = torch.empty(2, 1, 6, 9)
-    hyper = replace(EMA, nesterov=True)
-    RULE.operand(narrow, grad, hyper, out=outs[0], working=torch.float32)
-    RULE.operand(wide, grad, hyper, out=outs[1])
-    assert torch.equal(outs[0], outs[1]) and torch.equal(narrow, wide.bfloat16())
 
 
 def test_a_rule_says_what_it_is():

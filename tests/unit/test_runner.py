@@ -82,7 +82,7 @@ def built(monkeypatch) -> list[list[Tensor]]:
     [
         ((2, 6, 9), "standard/torch"),
         ((1, 9, 6), "gram[1,3]/torch"),
-        ((2, 530, 520), "gram[2]/torch_strips"),
+        ((2, 6, 9), "gram[2]/torch_strips"),
     ],
 )
 @pytest.mark.parametrize("with_graphs", [False, True])
@@ -148,19 +148,6 @@ def test_new_settings_are_prepared_for_once_and_what_never_comes_again_does_not_
     check(runner, planned, 0)
 
 
-def test_operands_must_be_those_of_the_call():
-    runner = Orthogonalizer(CPU, F32)
-    call = Call((2, 6, 9), POLAR, STANDARD)
-    runner.reserve([call])
-    for wrong in (torch.zeros(2, 6, 8), torch.zeros(2, 9, 6), torch.zeros(6, 9)):
-        with pytest.raises(ValueError, match="x must have the shape of the call"):
-            runner.run(call, wrong)
-    with pytest.raises(ValueError, match=r"contiguous batches \[b, rows, cols\], found strides"):
-        runner.run(call, torch.zeros(2, 9, 6).mT)
-    nothing, x = Call((2, 6, 9), ()), normalized(2, 6, 9)
-    assert torch.equal(runner.run(nothing, x.clone()), x)
-
-
 def test_a_planned_kernel_gives_way_where_it_does_not_fit():
     for steps, kernel, fits in (
         (5, GRAM, False),  # another dtype
@@ -214,30 +201,6 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
 
 
 # ---- options, plans, optimizers ----------------------------------------------------------------
-
-
-def test_wrong_options_are_refused():
-    model = torch.nn.Linear(4, 6)
-    for options, error, message in (
-        (KernelOptions(method="fast"), ValueError, "method must be one of auto, standard, gram"),
-        (KernelOptions(backend="cutlass"), ValueError, "'auto' or one of torch, .*'cutlass'"),
-        ("fast", TypeError, "kernels must be KernelOptions, found str"),
-    ):
-        with pytest.raises(error, match=message):
-            dmuon.dedicate_params(model, kernels=options)
-    for options, message in (
-        ({"backend": "triton"}, "'triton' cannot run on cpu"),
-        ({"method": "gram[4]"}, "diverges in torch.float32 over 5 steps"),
-        ({"cuda_graphs": True}, "needs a CUDA device, found cpu"),
-    ):
-        own = dmuon.dedicate_params(model, kernels=KernelOptions(**options))
-        for _ in range(2):  # the optimizer can be made again
-            with pytest.raises(ValueError, match=message):
-                dmuon.Muon(model, ns_dtype=F32)
-        own.close()
-    own = dmuon.dedicate_params(model)
-    dmuon.Muon(model)
-    own.close()
 
 
 def plan_with(kernel: str) -> dmuon.OwnershipPlan:

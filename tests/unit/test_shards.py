@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, chain, product
 
@@ -114,41 +113,6 @@ def chunks(box: Box, dim: int, count: int) -> list[Box]:
     return made
 
 
-@given(st.data())
-def test_boxes_with_steps_meet_as_slices_do(data):
-    """Of a matrix that takes every step-th row, and of a shard."""
-    step, size, low, count = (
-        data.draw(st.integers(a, b)) for a, b in ((1, 5), (1, 6), (0, 20), (0, 20))
-    )
-    phase = data.draw(st.integers(0, step - 1))
-    rows = list(range(60))
-    comb = Box((phase, 0), (size, 2), (step, 1) if step > 1 else ())
-    other = Box((low, 0), (count, 2))
-    where, cut = comb.slices()[0], other.slices()[0]
-    shared = comb.intersection(other)
-    expected = sorted({*rows[where]} & {*rows[cut]})
-    assert rows[shared.slices()[0]] == expected and shared.shape == (len(expected), 2)
-    assert rows[where][shared.within(comb).slices()[0]] == expected or not expected
-    assert rows[cut][shared.within(other).slices()[0]] == expected or not expected
-    assert other.intersection(comb).slices() == shared.slices()
-    again = Box((phase + 1, 0), (size, 2), comb.steps)
-    assert step == 1 or not comb.intersection(again).numel
-    assert comb.intersection(comb) == comb or not comb.numel
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
-def test_a_strided_shard_is_the_chunk_of_a_chunk(tensor_parallel, dim):
-    for size, data in product((*range(1, 70), *range(380, 401)), (2, 3, 4, 8)):
-        shape = (size, 5) if dim == 0 else (5, size)
-        cuts = [None, (dim, tensor_parallel), (dim, 1)]  # HSDP on top of tensor parallelism
-        for t, outer in enumerate(chunks(Box.at_origin(shape), dim, tensor_parallel)):
-            for d, inner in enumerate(chunks(outer, dim, data)):
-                found = local_box("w", shape, (2, data, tensor_parallel), (1, d, t), cuts)
-                assert found.shape == inner.shape, (shape, data, t, d)
-                assert found == inner or not inner.numel, (shape, data, t, d)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_mesh_axes_cut_in_any_order(data):
@@ -183,17 +147,6 @@ def planned(shards: ShardMap, **how: str) -> OwnershipPlan:
 
 def travelling(shards: ShardMap, units: tuple[Unit, ...]) -> list[int]:
     return [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0], unit.copies)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(shard_maps())
-def test_every_replica_tiles_each_matrix_exactly(shards):
-    for i in range(len(shards.specs.matrices)):
-        replicas: dict[tuple[int, ...], torch.Tensor] = {}
-        for rank, box in shards.pieces(i).items():
-            empty = torch.zeros(shards.boxes[i].shape, dtype=torch.int64)
-            replicas.setdefault(shards.replica_of(i, rank), empty)[box.slices()] += 1
-        assert replicas and all((seen == 1).all() for seen in replicas.values())
 
 
 @st.composite
@@ -322,17 +275,6 @@ def test_contradictions_are_refused(shards, words):
     shard_map(spec, [RankShards.of(r, [s]) for r, s in enumerate((TOP, BOTTOM))])
     with pytest.raises(OwnershipError, match=words):
         shard_map(spec, [RankShards.of(r, [s]) for r, s in enumerate(shards)])
-
-
-def test_buckets_share_out_every_owners_time():
-    units = [Unit(i % 2, 0, (i,), 8, 8, 1.0) for i in range(32)]
-    buckets = cut_buckets(units, range(32), 1 << 30, 4, 2)
-    first, second = (Counter(b for b, us in enumerate(buckets) for u in us if u % 2 == o)
-                     for o in (0, 1))  # fmt: skip
-    assert first == second and first.total() == 16 and len(buckets) == 4
-    assert max(first[0], first[3]) < min(first[1], first[2])
-    assert len(cut_buckets(units, range(32), 16 * 128 // 8, 1, 2)) == 8
-    assert cut_buckets(units, (), 1, 1, 2) == ()
 
 
 def test_no_bucket_is_larger_than_a_batch_may_be():

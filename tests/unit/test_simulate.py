@@ -39,7 +39,6 @@ from dmuon.scheduler.simulate import (
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
-from tests import layout_theory as theory
 from tests.fake_cuda import llama, rank_of
 
 RATES = Rates(1e14, 1e12, 1e12, 0.0, 0.0, 0.0)
@@ -64,66 +63,71 @@ def job(
 # ---- bytes ---------------------------------------------------------------------------------
 
 
-def sent(of, name) -> float:
-    return sum(e.sent for b in of.buckets for e in (b.gather, *b.turns) if e.purpose == name)
+def sent(*exchanges) -> dict[str, float]:
+    """Bytes by purpose."""
+    found = defaultdict(float)
+    for exchange in exchanges:
+        found[exchange.purpose] += exchange.sent
+    return found
 
 
-def expected(of, shards: int, replicas: int = 1) -> dict[str, float]:
-    matrices = theory.Matrices.of(int(of.work.whole), 4, updates=2)
-    return theory.sharded(matrices, shards, replicas)
+def one_root(nbytes: float, ranks: int) -> float:
+    """Received by a rank, in the mean over all, of a broadcast from one of ``ranks`` or a reduce to
+    one: whatever tree or ring carries it, each byte arrives at all ranks but one."""
+    return nbytes * (ranks - 1) / ranks
 
 
-@pytest.mark.parametrize(("shape", "each"), [((8,), 8), ((8,), 2), ((2, 4), 4), ((4, 2), 2)])
+@pytest.mark.parametrize(("shape", "each"), [((8,), 8), ((2, 4), 4), ((4, 2), 2)])
 def test_routes_carry_what_theory_says(shape, each):
-    of = job(shape=shape, each=each)
-    theirs = expected(of, shape[-1], math.prod(shape[:-1]))
-    for name in ("gather", "scatter", "replicate"):
-        assert sent(of, name) == pytest.approx(theirs[name], rel=1e-9), name
+    """An owner lacks what the other shards of its replica have: that comes and goes back; then each
+    element goes once to every other replica."""
+    of, shards, replicas = job(shape=shape, each=each), shape[-1], math.prod(shape[:-1])
+    found = sent(*(e for b in of.buckets for e in (b.gather, *b.turns)))
+    updates = 2 * of.work.whole / math.prod(shape)  # bytes a rank
+    for name in ("gather", "scatter"):
+        assert found[name] == pytest.approx(one_root(updates, shards)), name
+    assert found["replicate"] == pytest.approx(updates * (replicas - 1))
+
+
+def numel(algorithm: str = "") -> int:
+    """Of GPT-2, or of what is updated so."""
+    specs = model_specs("gpt2")
+    return sum(p.numel for p in specs.parameters if algorithm in p.algorithm.value)
 
 
 def test_what_layouts_publish_and_frameworks_move():
-    whole = job().work.whole
-    matrices = theory.Matrices.of(int(whole), 4, updates=2)
-    of = job(Layout.REPLICATED, each=8)
-    assert sent(of, "updates") == pytest.approx(theory.replicated(matrices, 8)["updates"])
-    of = job(Layout.REDUCED, each=8)
-    assert sent(of, "updates") == pytest.approx(theory.replicated(matrices, 8)["updates"])
+    for layout in (Layout.REPLICATED, Layout.REDUCED):
+        of = job(layout, each=8)
+        found = sent(*(e for b in of.buckets for e in b.turns))
+        assert found["updates"] == pytest.approx(one_root(2 * of.work.whole, 8))
     # FSDP2, with replicas, of all parameters.
-    of = job(shape=(2, 4))
-    every = theory.Matrices.of(sum(p.numel for p in model_specs("gpt2").parameters), 4)
-    moved = theory.fsdp(every, 4, 2)
-    assert sum(e.sent for b in of.blocks for e in of.gathers(b)) == pytest.approx(moved["forward"])
-    reduced = [e for b in of.blocks for e in of.reductions(b)]
-    for purpose, key in (("FSDP", "gradients"), ("HSDP", "gradients across replicas")):
-        found = sum(e.sent for e in reduced if e.purpose.startswith(purpose))
-        assert found == pytest.approx(moved[key]), purpose
+    of, every = job(shape=(2, 4)), 4 * numel()
+    gathers = sent(*(e for b in of.blocks for e in of.gathers(b)))
+    assert sum(gathers.values()) == pytest.approx(one_root(every, 4))
+    reduced = sent(*(e for b in of.blocks for e in of.reductions(b)))
+    assert sum(v for k, v in reduced.items() if k[0] == "F") == pytest.approx(one_root(every, 4))
+    across = sum(v for k, v in reduced.items() if k[0] == "H")
+    assert across == pytest.approx(2 * one_root(every / 4, 2))
 
 
 def test_what_dedicated_moves():
     of = job(Layout.DEDICATED, shape=(2, 4), load=replace(LOAD, used=2, reduced=4))
-    matrices = theory.Matrices.of(int(of.work.whole), 4, used=2)
-    expected = theory.dedicated(matrices, 4, 2)
-    sent = defaultdict(float)
-    for block in of.blocks:
-        for each in (*of.gathers(block), *of.reductions(block), of.to_owners(block)):
-            sent[each.purpose] += each.sent
-    assert sent["weights"] == pytest.approx(expected["forward"])
-    for purpose in ("gradients", "gradients across replicas"):
-        assert sent[purpose] == pytest.approx(expected[purpose])
+    whole, rest = of.work.whole, numel("adamw")
+    found = sent(*(
+        e for b in of.blocks for e in (*of.gathers(b), *of.reductions(b), of.to_owners(b))
+    ))  # fmt: skip
     published = sum(of.to_holders(block).sent for block in of.blocks)
-    assert published == pytest.approx(expected["publish"])
-    # FSDP2 with replicas has the rest.
-    rest = theory.Matrices.of(sum(p.numel for p in specs_of("gpt2", "adamw")), 4, used=2)
-    of_rest = theory.fsdp(rest, 4, 2)
-    assert sent["FSDP all-gather"] == pytest.approx(of_rest["forward"])
-    assert sent["gradients of the rest"] == pytest.approx(of_rest["gradients"])
-    assert sent["HSDP all-reduce"] == pytest.approx(of_rest["gradients across replicas"])
-
-
-def specs_of(model, algorithm):
-    specs = model_specs(model)
-    some = specs.adamw_parameters() if algorithm == "adamw" else specs.muon_parameters()
-    return [specs.parameters[i] for i in some]
+    for bytes_sent, expected in (
+        (found["weights"], one_root(2 * whole, 4)),
+        (found["gradients"], one_root(4 * whole, 4)),
+        (found["gradients across replicas"], one_root(4 * whole / 4, 2)),
+        (published, one_root(4 * whole / 4, 2)),
+        # FSDP2 with replicas has the rest.
+        (found["FSDP all-gather"], one_root(2 * rest, 4)),
+        (found["gradients of the rest"], one_root(4 * rest, 4)),
+        (found["HSDP all-reduce"], 2 * one_root(4 * rest / 4, 2)),
+    ):
+        assert bytes_sent == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -150,14 +154,11 @@ def test_nothing_is_forgotten(purpose, how, program, monkeypatch):
 
 
 def test_collectives():
-    for op in ("all_gather", "all_reduce"):
-        found = collective("", op, 800.0, Group(8, 4), is_gloo=False)
-        assert found.sent == pytest.approx(theory.received(op, 800, 8))
+    for op, most in (("all_gather", 700), ("all_reduce", 1400)):
+        assert collective("", op, 800.0, Group(8, 4), is_gloo=False).sent == pytest.approx(most)
     # Of a reduce-scatter gloo makes an all-reduce: measured on the links of emulated nodes.
-    gloo, nccl = (
-        collective("", "reduce_scatter", 800, Group(4, 1), is_gloo=g) for g in (True, False)
-    )
-    assert gloo.sent == 2 * nccl.sent == theory.received("all_reduce", 800, 4)
+    for is_gloo, most in ((True, 1200), (False, 600)):
+        assert collective("", "reduce_scatter", 800, Group(4, 1), is_gloo=is_gloo).sent == most
     assert collective("", "all_gather", 800, Group(4, 4), is_gloo=False).across == 0
     assert not collective("", "all_gather", 800, Group(1, 1), is_gloo=False)
     # Four rings leave a node of four, each at another rank.
@@ -184,22 +185,6 @@ def test_what_travels_hides_behind_computing():
     assert run.critical_path() == {"work": 4.0, "far": 1.0}
 
 
-def test_on_gloo_what_is_under_way_shares_a_wire():
-    run = Run(CPU, 1)
-    first = run.send("a", FAR)
-    run.compute("work", "work", 0.5)
-    second = run.send("b", FAR)  # half of the first one is left
-    run.wait(first)
-    assert run.now.tolist() == [1.5]
-    third = run.send("c", FAR)  # half of the second one
-    run.wait(third)
-    assert run.now.tolist() == [3.0]
-    run.wait(second)
-    assert [float(run.spans[n].end[0]) for n in (first, second, third)] == [1.5, 2.5, 3.0]
-    run.exchange("d", FAR)
-    assert run.now.tolist() == [4.0]
-
-
 def test_the_host_may_be_what_is_slow():
     slow = replace(GPU, rates=replace(RATES, call_s=1e-3))
     run = Run(slow, 1)
@@ -223,10 +208,9 @@ def test_parts_and_critical_path_add_up(program, machine):
 # ---- the program ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(8, 1), (16, 4)])
-def test_collectives_are_issued_in_the_order_of_the_step(world, replicas):
+def test_collectives_are_issued_in_the_order_of_the_step():
     """And as many calls of the host as a step on fake CUDA tensors dispatches."""
-    with rank_of(llama(32), world, replicas=replicas) as rank:
+    with rank_of(llama(32), 16, replicas=4) as rank:
         for _ in range(2):
             rank.sent.clear()
             count = rank.step()
@@ -260,17 +244,6 @@ def test_operations_of_models():
         blocks_of(model_specs("qwen3-30b-a3b"), Load(1, 0))
     sparse = blocks_of(model_specs("qwen3-30b-a3b"), Load(1, 0, active=8))
     assert sum(b.forward for b in sparse) == pytest.approx(2 * 3.0e9, rel=0.1)  # its "a3b"
-
-
-@pytest.mark.parametrize(
-    "layout", [Layout.SHARDED, Layout.REPLICATED, Layout.REDUCED, Layout.DEDICATED]
-)
-def test_every_layout_is_simulated(layout):
-    of = job(layout)
-    step, other = simulate(of), simulate(replace(of, around=Layout.SHARDED), adamw)
-    assert 0 < step.optimizer_ms < step.ms
-    assert 0 < step.parts["Newton-Schulz"] <= max(sum(b.ms for b in of.buckets)) + 1e-9
-    assert "Newton-Schulz" not in other.parts
 
 
 def test_experts_tensor_parallelism_and_replicas():
@@ -382,45 +355,37 @@ def test_advice(capsys, monkeypatch):
     monkeypatch.setattr(tool.Setting, "of", of)
     asked = [*ASKED, "--nic", "10Gb/node", "--advise"]
     assert main(asked) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert main([*asked, "--json", "-"]) == 0
     advice = json.loads(capsys.readouterr().out)["advice"]
-    every_code = {one.name: one.code for one in made.values()}
-    ends = " ".join(text.split()).partition(" the fastest is ")[2]
+    codes = {one.name: " ".join(one.code.split()) for one in made.values()}
+    ends = text.partition("With costs analytic:h100 the fastest is ")[2]
     best = advice[0]["setting"].partition(", P")[0]
-    assert f"With costs {ASKED[ASKED.index('--costs') + 1]} the fastest" in " ".join(text.split())
-    assert ends.startswith(advice[0]["setting"]) and " ".join(every_code[best].split()) in ends
+    assert ends.startswith(advice[0]["setting"]) and codes[best] in ends
     assert ("period=" in ends) is (advice[0]["period"] > 1)
     assert "dedicate=" not in ends and "publish=" not in ends, "what was not asked for"
-    codes = {name: code.partition("\n")[0] for name, code in every_code.items()}
-    assert codes["sharded, HSDP 2x4"] == (
-        "fully_shard(model, mesh=init_device_mesh(device, (2, 4), "
-        "mesh_dim_names=('replicate', 'shard')))"
-    )
-    assert codes["replicated, 8"] == "model = DistributedDataParallel(model)"
+    assert "mesh_dim_names=('replicate', 'shard')" in codes["sharded, HSDP 2x4"]
+    assert codes["replicated, 8"].startswith("model = DistributedDataParallel(model)")
     assert "reduce_to_owner=True" in codes["reduce_to_owner, 8"]
     assert 'layout="dedicated"' in codes["dedicated, 8"]
+    assert all(row["why"] for row in advice)
     assert [row["ms"] for row in advice[:-2]] == sorted(row["ms"] for row in advice[:-2])
-    names = [row["setting"] for row in advice]
-    meshes = ["sharded, 8", "sharded, HSDP 2x4", "sharded, HSDP 4x2"]
+    meshes = {"sharded, 8", "sharded, HSDP 2x4", "sharded, HSDP 4x2"}
     every = {*meshes, "replicated, 8", "reduce_to_owner, 8", "dedicated, 8", "dedicated, 2x4"}
     with_period = [row for row in advice if ", P = " in row["setting"]]
-    assert every == {name for name in names[:-2] if ", P = " not in name}
-    assert {row["setting"].split(", P")[0] for row in with_period} <= {*meshes}
-    assert with_period and all(row["period"] > 1 for row in with_period)
+    assert every == {row["setting"] for row in advice[:-2] if row not in with_period}
+    assert with_period and {row["setting"].split(", P")[0] for row in with_period} <= meshes
     for row in with_period:
-        block = row["steps"]["block step"]["ms"]
-        assert row["ms"] <= 1.01 * block or "none of these" in row["why"]
-        if row["period"] > 1 and row["ms"] <= 1.01 * block:  # a smaller one is not enough
+        block, full = (row["steps"][name]["ms"] for name in ("block step", "Muon"))
+        if row["ms"] <= 1.01 * block:  # a smaller period is not enough
             smaller = max(p for p in tool._PERIODS if p < row["period"])
-            full = row["steps"]["Muon"]["ms"]
             assert full / smaller + block * (1 - 1 / smaller) > 1.01 * block
-    assert all(row["why"] for row in advice)
+        else:
+            assert "none of these" in row["why"]
     most = sorted(row["memory"] for row in advice[:-2])[2]
     assert main([*asked, "--fits", f"{most}B", "--json", "-"]) == 0
     fitting = json.loads(capsys.readouterr().out)["advice"]
-    assert 0 < len(fitting) < len(advice)
-    assert all(row["memory"] <= most for row in fitting)
+    assert 0 < len(fitting) < len(advice) and all(row["memory"] <= most for row in fitting)
     assert main([*asked, "--fits", "1KiB"]) == 2
     assert "no layout keeps" in capsys.readouterr().err
 
@@ -430,11 +395,8 @@ def test_advice(capsys, monkeypatch):
     ("--costs analytic:cpu", "-m dmuon profile"),
     ("--model qwen3-30b-a3b", "--active N"),
     ("--trace /nowhere/x.json", "no directory"),
-    ("--trace -", "give a path"),
     ("--active 8", "no stack of experts"),
-    ("--model qwen3-30b-a3b --active 800", "stacks of 128 experts"),
     ("--tp 3", "needs ranks that it divides"),
-    ("--tp 4 --layout replicated", "--tp is not for --layout replicated"),
 ])  # fmt: skip
 def test_mistakes(more, told, capsys):
     assert main([*ASKED, *more.split()]) == 2

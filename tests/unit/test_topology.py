@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -25,16 +26,15 @@ from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
 from dmuon.types import DmuonError, OwnershipError
 
 
-def most_in_a_stretch(places: list[int], cyclic: bool = True) -> list[int]:
-    """For each m, how often at most one value occurs among m consecutive entries."""
+def most_in_a_stretch(places: list[int]) -> list[int]:
+    """For each m, how often at most one value occurs among m consecutive entries of a cycle."""
     size = len(places)
     hits = np.equal.outer(places + places, np.unique(places)).astype(np.int64)
     before = np.concatenate([np.zeros((1, hits.shape[1]), np.int64), hits.cumsum(axis=0)])
-    starts = [size if cyclic else size - m + 1 for m in range(size + 1)]
-    return [int((before[m : m + n] - before[:n]).max()) for m, n in enumerate(starts)]
+    return [int((before[m : m + size] - before[:size]).max()) for m in range(size + 1)]
 
 
-@pytest.mark.parametrize("nodes", range(1, 17))
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 8, 16])
 def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
     """All lengths, all beginnings, also across the end."""
     for columns in range(1, 17):
@@ -47,13 +47,6 @@ def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
             assert most == -(-m // columns), (columns, m)
         for begin in range(0, len(on_node), nodes):
             assert sorted(on_node[begin : begin + nodes]) == list(range(nodes)), columns
-        xor = [((w % nodes) ^ ((w // columns) % nodes), w % columns) for w in range(len(slots))]
-        if columns >= nodes and all(size in (1, 2, 4, 8, 16) for size in (nodes, columns)):
-            assert slots == xor
-        else:  # the rotation is tighter where it does not cross the end
-            most = most_in_a_stretch(on_node, cyclic=False)[columns]
-            assert most <= -(-(columns + 1) // nodes), columns
-            assert nodes <= columns or most == 1
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.permutations(range(5)))
@@ -103,18 +96,16 @@ def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make, arguments
         make(*arguments)
 
 
-@pytest.mark.parametrize(("text", "size"), [(None, None), ("1", 1), ("8", 8)])
-def test_local_world_size(monkeypatch, text, size):
+def test_local_world_size(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if text is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    assert local_world_size() == size
-    for wrong in ("", "0", "-2", "eight", "4.0", "8 ", "²"):
+    assert local_world_size() is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_world_size() == 8
+    for wrong in ("", "0", "-2", "4.0", "8 ", "²"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
-        with pytest.raises(DmuonError) as error:
+        told = rf"LOCAL_WORLD_SIZE.*{re.escape(repr(wrong))}.*PlannerOptions\(ranks_per_node=...\)"
+        with pytest.raises(DmuonError, match=told):
             local_world_size()
-        for word in ("LOCAL_WORLD_SIZE", repr(wrong), "PlannerOptions(ranks_per_node=...)"):
-            assert word in str(error.value)
 
 
 @pytest.fixture
@@ -253,19 +244,6 @@ def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
     assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
 
 
-def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
-    rehearsal = Rehearsal(monkeypatch, 4)
-
-    def plan(rank: int) -> None:
-        group = dist.new_group([0, 2, 3])
-        rehearsal.joins[rank].clear()
-        if rank != 1:
-            wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-            assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
-
-    rehearsal.run(plan)
-
-
 def test_any_number_of_sets_of_ranks_is_one_split(monkeypatch):
     rehearsal = Rehearsal(monkeypatch, 8)
     grid = Grid.of(Topology((2, 2, 2), ("replicate", "shard", "tp"), 8), {"tp"})
@@ -279,18 +257,3 @@ def test_any_number_of_sets_of_ranks_is_one_split(monkeypatch):
 
     rehearsal.run(plan)
     assert {sum(joined.values()) for joined in rehearsal.joins} == {1 + 5}
-
-
-def test_a_mesh_of_some_ranks_and_several_axes_is_refused(monkeypatch):
-    rehearsal = Rehearsal(monkeypatch, 8)
-
-    def plan(rank: int) -> None:
-        whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
-        with pytest.raises(
-            OwnershipError, match=r"device_id.*only 4 of.*set_device_index\(local_rank\)"
-        ):
-            _transport(whole["replicate", "shard"], None, None)
-        rehearsal.joins[rank].clear()
-        assert _transport(whole, None, None).world == 8
-
-    rehearsal.run(plan)

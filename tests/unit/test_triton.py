@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
@@ -220,8 +218,6 @@ def test_tiles():
         assert default_tile(m, dtype) in tiles_for((8, 0), dtype)
 
 
-def test_a_cpu_is_told_why_not_and_importing_the_package_does_not_import_triton():
+def test_a_cpu_is_told_why_not():
     assert "move the parameters to a GPU" in why_unavailable("cpu")
     assert len(source_hash()) == 12 and int(source_hash(), 16) >= 0
-    code = "import sys, dmuon; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
