@@ -172,7 +172,7 @@ def test_wide_tiles(kernels, tma):
         tile, m, k = kernels.syrk.Tile(128, 64, 8, 3, halves=2, tma=tma), 768, 320
         if tile not in kernels.syrk.tiles_for(torch.cuda.get_device_capability()):
             pytest.skip("wide tiles are for Hopper")
-    for batch, turned, with_all in itertools.product((1, 3), (False, True), (False, True)):
+    for batch, turned, with_all in ((1, False, True), (3, True, False), (2, False, False)):
         shape = (batch, k, m) if turned else (batch, m, k)
         a, bt = kernels.random(*shape, dtype=F16), kernels.random(*shape, dtype=F16)
         c, how = kernels.random(batch, m, m, dtype=F16), {"out": kernels.empty(batch, m, m)}

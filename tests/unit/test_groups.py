@@ -497,15 +497,12 @@ def test_every_form_saves_what_every_form_loads(tmp_path, options, planned):
                 twin, its, model_state_dict=got["model"], optim_state_dict=got["optimizer"],
                 options=how,
             )  # fmt: skip
+            now = [{k: v for k, v in g.items() if k != "params"} for g in saved[1]["param_groups"]]
             # As text: torch makes lists of tuples.
-            assert json.dumps(hyperparameters(its)) == json.dumps(saved_groups(saved[1]))
+            assert json.dumps(hyperparameters(its)) == json.dumps(now)
             model.load_state_dict(saved[0])
             opt.load_state_dict(saved[1])
             same_steps((model, opt), (twin, its), range(2, 4))
-
-
-def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
 
 
 @PLANNED
@@ -575,17 +572,6 @@ def test_a_state_is_taken_by_name_and_without_names_in_order(planned):
         again = muon(twin)
         again.load_state_dict(copy.deepcopy(saved.state_dict()))
         same_steps((twin, again), each, range(2, 4))
-
-
-def refuses(planned: bool, state: Any, told: str) -> None:
-    """A state is refused with this message, nothing has changed, and training goes on."""
-    model, opt = trained(int(planned))
-    before = copy.deepcopy(opt.state_dict())
-    with pytest.raises(OwnershipError, match=told):
-        opt.load_state_dict(state)
-    assert opt.state_dict()["param_groups"] == before["param_groups"]
-    same_state(opt.state_dict()["state"], before["state"])
-    train(model, opt, BATCHES, range(1))
 
 
 def _with(*path: Any) -> Any:
@@ -686,7 +672,13 @@ def test_a_state_with_one_bad_value_is_refused_and_changes_nothing(planned, bad)
         for value in entry.values():
             value.add_(1.0)
     changed = change(state)
-    refuses(planned, state if changed is None else changed, told)
+    model, opt = trained(int(planned))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(OwnershipError, match=told):
+        opt.load_state_dict(state if changed is None else changed)
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    same_state(opt.state_dict()["state"], before["state"])
+    train(model, opt, BATCHES, range(1))
 
 
 @PLANNED
@@ -909,14 +901,12 @@ def by_reference(model: nn.Module, steps: int, lacks: Callable[[int, str], bool]
 
 
 def given_late(
-    how: str, model: nn.Module, is_late: Callable[[str], bool], **settings: Any
+    how: str, model: nn.Module, is_late: Callable[[str], bool]
 ) -> tuple[dmuon.Muon, Callable[[], None]]:
     """An optimizer that does not train some parameters yet, and what makes it."""
     late = freeze(model, is_late)
-    if how == "groups":
-        opt = muon([(n, p) for n, p in model.named_parameters() if not is_late(n)], **settings)
-    else:
-        opt = muon(model, **settings)
+    others = [(n, p) for n, p in model.named_parameters() if not is_late(n)]
+    opt = muon(others if how == "groups" else model)
 
     def begin() -> None:
         freeze(model, is_late, frozen=False)

@@ -138,11 +138,11 @@ def test_strips_equal_the_plain_products(m, batch):
     assert torch.equal(one[:99, -99:], one[-99:, :99].mT) == (m >= 512)
 
 
-@pytest.mark.parametrize("backend", ["torch", "torch_strips", "torch_rounded"])
-@pytest.mark.parametrize(
-    ("shape", "method"),
-    [((2, 40, 12), "gram"), ((2, 40, 12), "standard"), ((1, 40, 12), "gram"), ((600, 530), "gram")],
-)
+@pytest.mark.parametrize(("shape", "method", "backend"), [
+    *(((2, 40, 12), method, backend) for method in ("gram", "standard")
+      for backend in ("torch", "torch_strips", "torch_rounded")),
+    ((1, 40, 12), "gram", "torch"), ((530, 520), "gram", "torch_strips"),
+])  # fmt: skip
 def test_products_get_memory_that_they_are_fast_on(shape, method, backend):
     """Whatever the strides of what a user has; a batch of tall matrices was 900 times slower."""
     x = gaussian(*shape).float()

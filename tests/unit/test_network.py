@@ -104,7 +104,7 @@ def test_a_memory_cap_that_copies_do_not_fit_leaves_one_owner(solver, redundancy
 
     every, once = max(with_cap(None, 4).state_bytes), with_cap(None, 1)
     assert max(once.state_bytes) < every - 1
-    for cap in np.linspace(max(once.state_bytes), every - 1, 4)[1:]:  # at the least few plans fit
+    for cap in np.linspace(max(once.state_bytes), every - 1, 3)[1:]:  # at the least few plans fit
         plan = with_cap(int(cap))
         assert max(plan.state_bytes) <= cap and plan.step.copied_ms is None
     assert redundancy == "auto" or copies(plan) == copies(once)
@@ -134,15 +134,13 @@ def test_what_is_asked_for_is_planned(layout, redundancy):
         chosen(layout=layout, redundancy=3)
 
 
-CELLS = [
-    ((4, 8), "400Gb/node", 8), ((32,), "50Gb/node", 8), ((2, 2), "1Gb/node", 2),
-    ((2, 2), "400Gb/gpu", 2), ((4, 2), "400Gb/node", 2),  # buckets for copies
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("model", "shape", "nic", "each"),
-    [*(("gpt2", *cell) for cell in CELLS), ("qwen2.5-32b", (16,), "400Gb/gpu", 8)],
+    [
+        ("gpt2", (2, 2), "1Gb/node", 2),
+        ("gpt2", (4, 2), "400Gb/node", 2),  # buckets for copies
+        ("qwen2.5-32b", (16,), "400Gb/gpu", 8),
+    ],
 )
 def test_no_solver_has_a_shorter_step(model, shape, nic, each):
     """Though a plan with the best makespan may have the longer one."""

@@ -100,66 +100,10 @@ def table(models: Mapping[str, Callable[[], ModelSpecs]]) -> list[str]:
     ]
 
 
-JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
-# Of each of `REASONS`: what it is about, and who does the same, or why.
-RULES = (
-    (
-        "bias, gain, anything else with fewer than 2 dims",
-        f"{JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
-    ),
-    ("parameter without elements", "nothing to orthogonalize"),
-    (
-        "embedding, and what is tied to it; by its name where the module's type says nothing",
-        f"{JORDAN}; Moonlight, Megatron, DeepSpeed",
-    ),
-    ("gain of a normalization with several dims", "scales elements, maps nothing"),
-    (
-        "what a weight is computed from beside the largest part: the gain of `weight_norm` "
-        "(`original0`, `weight_g`). The largest part (`parametrizations.weight.original1`, "
-        "`weight_v`, `weight_orig`) goes by the kind of the module whose weight it makes",
-        "`torch.nn.utils.parametrize` only stores the weight in other parts",
-    ),
-    (
-        "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
-        "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
-    ),
-    (
-        "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
-        "`A_log`, `cls_token`, `pos_embed`, attention sinks",
-        "Mamba's code keeps `A_log` and `D` out of weight decay too",
-    ),
-    (
-        "one row or one column (a gate of a shared expert)",
-        "the orthogonalized update of a vector is only its direction",
-    ),
-    (
-        "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
-        f"{JORDAN}: the input layer as the embedding",
-    ),
-    (
-        "router of a mixture of experts",
-        "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
-    ),
-    (
-        "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
-        "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
-        f"{JORDAN}; Moonlight, Megatron, DeepSpeed",
-    ),
-)
-
-
 # Not on the page: configurations whose rows would repeat others, and families that have a
 # configuration there.
 LIKE_OTHERS = ("bamba-9b", "gemma-3-1b", "glm-4.5", "jamba-v0.1", "olmo-2-7b", "qwen3-30b-a3b")
 PUBLISHED = ("llama", "mixtral", "gpt_oss", "llama4", "t5", "vit", "whisper")
-
-
-def rules() -> list[str]:
-    lines = ["| what | by | who does so, or why |", "|---|---|---|"]
-    for (what, source), reason in zip(RULES, REASONS, strict=True):
-        name = "Muon" if reason is _router else "AdamW"
-        lines.append(f"| {what} | {name} | {source} |")
-    return lines
 
 
 def configurations() -> list[str]:
@@ -177,7 +121,6 @@ def collect_real(family: str) -> ModelSpecs:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "rules": rules,
     "configurations": configurations,
     "transformers": modules,
 }
@@ -193,6 +136,13 @@ def test_the_page_shows_what_the_code_does(name):
     text, made = DOCS.read_text(encoding="utf-8"), "\n".join(TABLES[name]())
     begin, end = between(text, name)
     assert text[begin:end] == made, "python -m tests.unit.test_routing writes the page anew"
+
+
+def test_the_page_has_a_row_for_each_rule_in_the_order_of_the_code():
+    text = DOCS.read_text(encoding="utf-8")
+    begin, end = between(text, "rules")
+    said = [row.split(" | ")[1] for row in text[begin:end].splitlines()[2:]]
+    assert said == ["Muon" if reason is _router else "AdamW" for reason in REASONS]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "gpt_oss", "bert", "t5", "mamba"])

@@ -138,21 +138,13 @@ def test_shards_that_no_order_gives_are_refused():
         local_box("w", (12, 4), (2, 2), (0, 0), [(0, 3), (0, 1)])
 
 
-def planned(shards: ShardMap, **how: str) -> OwnershipPlan:
-    return solve(
-        shards.specs, Topology.flat(shards.world), resolve_costs("analytic", "cpu"),
-        layout=Layout.SHARDED, limits=shards.limits(None), **how,
-    )  # fmt: skip
-
-
-def travelling(shards: ShardMap, units: tuple[Unit, ...]) -> list[int]:
-    return [u for u, unit in enumerate(units) if not shards.is_local(unit.matrices[0], unit.copies)]
-
-
 @st.composite
 def copied(draw: st.DrawFn, shards: ShardMap, topology: Topology) -> OwnershipPlan:
     """A plan in which some matrices are computed in each replica, or in a replica of each node."""
-    plan = planned(shards, solver="greedy")
+    plan = solve(
+        shards.specs, Topology.flat(shards.world), resolve_costs("analytic", "cpu"),
+        layout=Layout.SHARDED, limits=shards.limits(None), solver="greedy",
+    )  # fmt: skip
     batches = []
     for batch in plan.batches:
         for i in batch.matrices:
@@ -179,7 +171,7 @@ def test_every_holder_gets_every_update_once(data, shards, least, size, per_node
     topology = Topology.flat(world, ranks_per_node=min(per_node, world))
     plan = data.draw(copied(shards, topology))
     units = units_of(plan, [0] * len(shards.specs.matrices))
-    travel = travelling(shards, units)
+    travel = [u for u, t in enumerate(units) if not shards.is_local(t.matrices[0], t.copies)]
     values = [
         torch.arange(end - n, end).view(box.shape)
         for n, end, box in zip(numels, accumulate(numels), shards.boxes, strict=True)

@@ -210,7 +210,7 @@ def test_parts_and_critical_path_add_up(program, machine):
 
 def test_collectives_are_issued_in_the_order_of_the_step():
     """And as many calls of the host as a step on fake CUDA tensors dispatches."""
-    with rank_of(llama(32), 16, replicas=4) as rank:
+    with rank_of(llama(16), 16, replicas=4) as rank:
         for _ in range(2):
             rank.sent.clear()
             count = rank.step()

@@ -291,7 +291,7 @@ def test_a_solver_that_fails_or_lies_is_not_believed(fault, note):
         mock.patch("pulp.HiGHS.actualSolve", fault),
         mock.patch("dmuon.scheduler.solve.has_engine", lambda: fault is not None),
     ):
-        plan = HARD.solve("milp")
+        plan = HARD.solve("milp", time_limit_s=1.0)
     assert note in plan.search.note and plan.makespan_ms <= HARD.solve("greedy").makespan_ms
     if note:
         assert plan.solver == "greedy" and "this is the greedy plan" in plan.search.note
