@@ -139,7 +139,7 @@ def test_what_is_asked_for_is_planned(layout, redundancy):
     [
         ("gpt2", (2, 2), "1Gb/node", 2),
         ("gpt2", (4, 2), "400Gb/node", 2),  # buckets for copies
-        ("qwen2.5-32b", (16,), "400Gb/gpu", 8),
+        ("qwen2.5-0.5b", (16,), "400Gb/gpu", 8),
     ],
 )
 def test_no_solver_has_a_shorter_step(model, shape, nic, each):
