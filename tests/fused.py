@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmuon.tools.parallel_models import VOCAB
-
 
 class Conv1D(nn.Module):
     """As transformers has it: the weight is stored (in, out)."""
@@ -49,28 +47,3 @@ class Fused(nn.Module):
             gate, value = (x @ up + bias).chunk(2, -1)
             x = x + (torch.sigmoid(gate) * value) @ down
         return x
-
-
-class FusedModel(nn.Module):
-    """Tokens to logits; ``splits`` makes pieces that lie side by side, ``interleaved`` some whose
-    rows or columns alternate."""
-
-    splits: Mapping[str, Any] = {"*.c_attn.weight": [10, 10, 10], "*.gate_up_proj": [6, 6]}
-    heads = Fused.heads
-    interleaved: Mapping[str, Any] = {
-        "*.c_attn.weight": "interleaved:3",
-        "*.gate_up_proj": "interleaved:2",
-        "*.c_proj.weight": {"sizes": "interleaved:2", "dim": 0},
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 10)
-        self.blocks = nn.ModuleList(Fused() for _ in range(2))
-        self.lm_head = nn.Linear(10, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)

@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "a step with a non-finite gradient is taken at owners", OWNERS,
         "self._verdict = verdict or Verdict(False)", "self._verdict = Verdict(True)",
-        distributed("test_nonfinite.py"),
+        matrix("reduced2", "dedicated2"),
     ),
     # Faults of which tests by hand told before the matrix did.
     Fault(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,32 +88,6 @@ class CountingTransport(RecordingTransport):
 
 
 @dataclass
-class _DelayedWork:
-    inner: Work
-    ready_at: float
-
-    def wait(self) -> None:
-        self.inner.wait()
-        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
-
-    def is_completed(self) -> bool:
-        return time.perf_counter() >= self.ready_at and self.inner.is_completed()
-
-
-@dataclass
-class DelayingTransport(RecordingTransport):
-    """A slow network: each collective is done ``delay_s`` after its issue at the earliest.
-
-    Collectives in flight at once are delayed together, as on a network with latency.
-    """
-
-    delay_s: float = 0.02
-
-    def wrapped(self, work: Work, tag: str) -> Work:
-        return _DelayedWork(work, time.perf_counter() + self.delay_s)
-
-
-@dataclass
 class Clock:
     """Seconds that pass only where somebody says so."""
 
@@ -136,12 +109,14 @@ class _TimedWork:
 
 
 @dataclass
-class ClockTransport(DelayingTransport):
-    """A slow network by a clock of its own, so that what is waited for can be counted exactly.
+class ClockTransport(RecordingTransport):
+    """A slow network by a clock of its own, so that what is waited for can be counted exactly: each
+    collective is done ``delay_s`` after its issue, and those in flight at once are so together.
 
     Who computes lets ``clock.now`` go on; every rank must do so alike.
     """
 
+    delay_s: float = 0.02
     clock: Clock = field(default_factory=Clock)
 
     def wrapped(self, work: Work, tag: str) -> Work:

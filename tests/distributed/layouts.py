@@ -119,11 +119,9 @@ IN_TURN: dict[str, Any] = {
 }
 
 
-def layouts(*names: str, worlds: Sequence[int] = ()) -> Callable[[Any], Any]:
-    """A test of each of these layouts, whose body runs on every rank; ``worlds``: other numbers of
-    ranks than the layouts' own."""
-    rows = [(name, world) for name in names for world in worlds or [LAYOUTS[name].world]]
-    each = pytest.mark.parametrize(("layout", "world"), rows)
+def layouts(*names: str) -> Callable[[Any], Any]:
+    """A test of each of these layouts, whose body runs on every rank."""
+    each = pytest.mark.parametrize(("layout", "world"), [(n, LAYOUTS[n].world) for n in names])
     return lambda body: each(distributed()(body))
 
 

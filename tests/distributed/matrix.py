@@ -14,7 +14,7 @@ import io
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +27,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.config import Schedule
+from dmuon.reference import ReferenceMuon
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.layouts import Layout, on, shard_units
-from tests.distributed.twins import BlockReference, Trained
+from tests.distributed.twins import Trained
 
 SAMPLES = 12  # of all ranks in a step: as many for each of 1, 2, 3 and 4
 SAVE_AT, STEPS = 2, 4
@@ -194,12 +196,17 @@ LAYOUTS = {
     "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel_shards),
     "ep+fsdp": _EP,
 }
-# Layouts of one kind, which differ in their number of ranks, share the cases of their kind.
+# Layouts of one kind, which differ in their mesh, share the cases of their kind.
 KINDS_OF_LAYOUTS = [
-    ("fsdp2", "fsdp3", "fsdp4"), ("ddp2", "ddp3", "ddp4"), ("reduced2", "reduced3"),
+    ("single",),
+    ("fsdp2", "fsdp3", "fsdp4"),
+    ("ddp2", "ddp3", "ddp4"),
+    ("reduced2", "reduced3", "reduced ddp"),
     ("dedicated2", "dedicated3"),
-]  # fmt: skip
-KINDS_OF_LAYOUTS += [(name,) for name in LAYOUTS if not any(name in k for k in KINDS_OF_LAYOUTS)]
+    ("tp", "tp+fsdp"),
+    ("hsdp", "ep+fsdp"),
+    ("dedicated hsdp", "dedicated tp", "dedicated fsdp"),
+]
 SHARDED = ("fsdp2", "fsdp3", "fsdp4", "hsdp", "tp", "tp+fsdp", "ep+fsdp")
 REDUCED = ("reduced2", "reduced3", "reduced ddp")
 DEDICATED = ("dedicated2", "dedicated3", "dedicated fsdp", "dedicated hsdp", "dedicated tp")
@@ -274,7 +281,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "buckets": ("usual", "small", "one"),
     "max_batch": (16, 1),
     "solver": ("auto", "greedy", "round_robin"),
-    "fixed_kernels": (False, True),
+    "fixed_kernels": (False, "gram", "standard"),
     "verify": (None, 1),
     "reduce_dtype": (None, "float32", "bfloat16"),
     "prefetch": (1, 0, 3),
@@ -388,13 +395,15 @@ class Case:
             changes["reduce_dtype"] = getattr(torch, self.reduce_dtype)
         each = {"ddp2": 1, "ddp4": 2 if self.redundancy != 4 else 1, "hsdp": 2}.get(name)
         redundancy = self.redundancy if is_legal(name, "redundancy", self.redundancy) else "auto"
-        fixed = dmuon.KernelOptions(method="gram", backend="torch")
+        kernels = dmuon.KernelOptions()
+        if self.fixed_kernels:
+            kernels = dmuon.KernelOptions(method=self.fixed_kernels, backend="torch")
         return {
             "splits": self.splits(),
             "costs": "analytic",
             "options": replace(options or kind(), **changes),
             "solver": self.solver if redundancy == "auto" else "auto",
-            "kernels": fixed if self.fixed_kernels else dmuon.KernelOptions(),
+            "kernels": kernels,
             "planner": dmuon.PlannerOptions(
                 max_batch=self.max_batch, redundancy=redundancy, ranks_per_node=each
             ),
@@ -506,8 +515,9 @@ def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
             if dict(case.chosen).get(option) is None and dice.random() < 0.3 and more.is_consistent:
                 case = more
         if case.then:
-            others, turn = _others(layout, case), [*LAYOUTS].index(layout) + 2 * len(found)
             # In turn, so that each layout goes on from some checkpoint.
+            others, turns = _others(layout, case), sum(bool(c.then) for c in found)
+            turn = 3 * [*LAYOUTS].index(layouts[0]) + 7 * turns
             other = others[(turn + seed) % len(others)] if others else ""
             case = replace(case, other=other) if other else case.with_(then="")
         before = len(todo)
@@ -537,6 +547,60 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 # ---- one process, undisturbed ------------------------------------------------------------
+
+
+class BlockReference(ReferenceMuon):
+    """MuonBP in one process: in a block step each rank's part of a matrix is a matrix of its own.
+
+    ``holders``: for each parameter a tensor of its shape with the number of the rank that holds
+    the element; one of several replicas. A matrix that one rank holds always takes full steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        holders: Mapping[Tensor, Tensor],
+        period: Any = 1,
+        block_lr_ratio: float | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, **settings)
+        self.schedule, self.holders, self.ratio = Schedule(period), holders, block_lr_ratio or 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        full = self.schedule.is_full(self.schedule.t)
+        self.schedule.advance()
+        return super().step() if full else self.step_in_blocks()
+
+    @torch.no_grad()
+    def step_in_blocks(self) -> None:
+        orthogonalize = self._orthogonalize
+        for p, views in self._views.items():
+            if p.grad is None:
+                continue
+            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            for view in views:
+                ranks = view(self.holders[p])
+                numbers = ranks.unique().tolist()
+                ratio = self.ratio if len(numbers) > 1 else 1.0
+                self._orthogonalize = lambda x, ratio=ratio: orthogonalize(x) * ratio
+                for number in numbers:
+                    box = _box(ranks == number)
+                    blocks = (view(t)[box] for t in (p, p.grad, buffer))
+                    self._update(*blocks, self.param_groups[0], {})
+        self._orthogonalize = orthogonalize
+        if self.adamw is not None:
+            self.adamw.step()
+
+
+def _box(mask: Tensor) -> tuple[slice, ...]:
+    """Where it is true: a rectangle."""
+    places = mask.nonzero()
+    ends = zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
+    box = tuple(slice(first, last + 1) for first, last in ends)
+    assert bool(mask[box].all()), "a rank's part of a matrix is no rectangle"
+    return box
 
 
 def _holders(case: Case, model: Model, name: str) -> dict[Tensor, Tensor]:

@@ -49,17 +49,6 @@ def scaled(factor, *ranks):
     return planted(Orthogonalizer, "run", run)
 
 
-def lost_gradient(lost):
-    """What rank 1 gives to a reduction is zero."""
-
-    def emptied(honest, rank, self, given, *, tag):
-        for part in given if tag == lost else ():
-            part.mul_(rank != 1)
-        return honest(self, given, tag=tag)
-
-    return planted(C10dTransport, "reduce_scatter", emptied)
-
-
 def _doubled(honest, rank, self, tensor, *, tag, maximum=False):
     """Muon is blind to one common scale; AdamW's part and the loss are not."""
     return honest(self, tensor.mul_(2) if tag == "rest" else tensor, tag=tag, maximum=maximum)
@@ -80,25 +69,6 @@ def stale_weights(monkeypatch, rank):
         return work
 
     monkeypatch.setattr(C10dTransport, "all_gather", all_gather)
-
-
-def lost_message(tag):
-    """Rank 1 receives zeros in an exchange."""
-
-    def all_to_all(honest, rank, self, output, *args, **kwargs):
-        lost = kwargs["tag"] == tag and rank == 1
-        return honest(self, output.zero_().clone() if lost else output, *args, **kwargs)
-
-    def all_gather(honest, rank, self, parts, **kwargs):
-        lost = kwargs["tag"] == tag and rank == 1
-        came = [part.zero_().clone() if r != self.rank else part for r, part in enumerate(parts)]
-        return honest(self, came if lost else parts, **kwargs)
-
-    def plant(monkeypatch, rank):
-        planted(C10dTransport, "all_to_all", all_to_all)(monkeypatch, rank)
-        planted(C10dTransport, "all_gather", all_gather)(monkeypatch, rank)
-
-    return plant
 
 
 # ---- replicated --------------------------------------------------------------------------
@@ -158,8 +128,8 @@ def agrees(name, layout, **kwargs):
 
 # Every rank builds other weights for the `dedicated` layout, where the first rank's count.
 AGREE = [
-    *(("sharded", name) for name in ("hsdp+tp", "ep+fsdp, split experts")),
-    *(("dedicated", name) for name in ("hsdp", "tp+fsdp")),
+    ("sharded", "hsdp+tp"),
+    ("dedicated", "tp+fsdp"),
 ]
 
 
@@ -197,15 +167,14 @@ def unit_in_the_last_place(x, dtype):
     return torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(x.double().abs()))
 
 
-@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
 @distributed(2)
-def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world, weights):
+def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world):
     def rows(factor):
         """Updates that are all too long, by half precision's own measure or beyond it."""
         with pytest.MonkeyPatch.context() as monkeypatch:
             scaled(factor, 0, 1)(monkeypatch, rank)
             return dmuon.check_step_equivalence(
-                lambda: seeded(Net).to(weights), loss_of, batch, steps=2, lr=0.02, ns_dtype=BF16
+                lambda: seeded(Net), loss_of, batch, steps=2, lr=0.02, ns_dtype=BF16
             )
 
     (row,) = rows(1.0).rows
@@ -223,8 +192,8 @@ def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world, 
 CAST = {"layout": "dedicated", "options": dmuon.DedicatedOptions(param_dtype=BF16)}
 MASTERS = {"master_weights": True, "ns_dtype": BF16}
 HALVED = [
-    *((Casting, CAST | {"ns_dtype": dtype}) for dtype in (FP32, BF16)),
-    *((Net, MASTERS | {"layout": layout}) for layout in ("replicated", "dedicated")),
+    (Casting, CAST | {"ns_dtype": BF16}),
+    (Net, MASTERS | {"layout": "replicated"}),
 ]
 
 
@@ -246,16 +215,10 @@ DEDICATED = {"layout": "dedicated", "layers": 1, "steps": 2}
 # Where a fault is planted, and settings: one row for each way in which something can go wrong.
 FAULTS = [
     ("reduced", scaled(1.07), {"of": (FP32, FP32)}),
-    ("reduced", scaled(0.0), {"of": (FP32, BF16)}),
     ("reduced", scaled(-1.0), {"of": (BF16, BF16)}),
     ("reduced", planted(C10dTransport, "all_reduce", _doubled), {"of": (FP32, FP32), "lr": 0.02}),
     ("tp+fsdp", scaled(1.07), SHARDED | {"ns_dtype": BF16}),
-    ("fsdp4", lost_message("gather"), SHARDED),
-    ("hsdp", lost_message("replicate"), SHARDED),
-    ("plain", lost_gradient("gradients"), DEDICATED),
     ("plain", stale_weights, DEDICATED),
-    ("tp+dp", lost_message("scatter"), DEDICATED),
-    ("hsdp", lost_gradient("gradients across replicas"), DEDICATED),
 ]
 WORLDS = [2 if name == "reduced" else BY_NAME[name].world for name, *_ in FAULTS]
 
@@ -297,20 +260,6 @@ def test_errors_name_the_axes_and_the_parameters(rank, world):
 
     with pytest.raises(ValueError, match=r"turned .*'lm_head.weight'.* into .*'head.weight'"):
         check("fsdp2", parallelize=rename)
-
-
-@distributed(2)
-def test_a_mistake_in_parallelize_leaves_the_model_as_it_was(rank, world):
-    seen = []
-
-    def fail(model):
-        seen.append(model)
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        check("plain", layout="dedicated", parallelize=fail)
-    assert all(p.numel() for p in seen[0].parameters())
-    dmuon.dedicate_params(seen[0], layout="dedicated").close()
 
 
 def test_data_ranks_are_counted_along_the_data_axes():
@@ -373,17 +322,6 @@ def test_the_command_passes_and_prints_a_table(capsys, tmp_path):
     assert near_tolerance(rows) == []
 
 
-def test_rows_of_several_seeds_are_of_other_weights_and_data(capsys):
-    """`python -m dmuon check --seeds 20` is the long form."""
-    assert main([*COMMAND, "--layout", "sharded", "--seeds", "2", "--json", "-"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1] * 5
-    # Two of them may be equal by chance, being small multiples of a rounding; not all five.
-    of_seed = [[(r["yardstick"], r["difference"]) for r in rows if r["seed"] == n] for n in (0, 1)]
-    assert of_seed[0] != of_seed[1]
-    assert near_tolerance(rows) == []
-
-
 def test_the_command_fails_on_planted_faults(capsys):
     assert main([*COMMAND, "--layout", "sharded", "--plant-fault", "--json", "-"]) == 1
     told = capsys.readouterr()
@@ -392,21 +330,12 @@ def test_the_command_fails_on_planted_faults(capsys):
     expected = [row for row, _, _ in ON_TWO if row.startswith("sharded")]
     assert [row["layout"] for row in rows] == expected
     assert not any(row["passed"] for row in rows)
+    assert main(["check", "--layout", "sharded", "--nproc", "1"]) == 2, "no mesh fits"
 
 
-@pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated", "all"])
-def test_the_command_covers_the_meshes_that_fit(layout):
-    def jobs(nproc):
-        return command._jobs(argparse.Namespace(layout=layout, nproc=nproc, bitwise=False))
-
-    found = {(job.layout, f"{job.case.name} {job.variant}".strip()) for job in jobs(2)}
-    fitting = {(row.split()[0], case.partition("redundancy")[0]) for row, case, _ in ON_TWO}
-    assert found == {(row, case) for row, case in fitting if layout in (row, "all")}
-    worlds = {"replicated": {4}, "sharded": {2, 4, 8}, "dedicated": {2, 4}, "all": {2, 4, 8}}
-    assert {job.case.world for job in jobs(None)} == worlds[layout]
-
-
-def test_the_command_tells_that_no_mesh_fits(capsys):
-    assert main(["check", "--layout", "sharded", "--nproc", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--nproc 1" in error and "--layout sharded" in error
+@pytest.mark.parametrize(
+    ("layout", "worlds"), [("replicated", {4}), ("dedicated", {2, 4}), ("all", {2, 4, 8})]
+)
+def test_the_command_covers_the_meshes(layout, worlds):
+    jobs = command._jobs(argparse.Namespace(layout=layout, nproc=None, bitwise=False))
+    assert {job.case.world for job in jobs} == worlds

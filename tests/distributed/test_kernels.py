@@ -76,9 +76,7 @@ def groups(model):
     return [{"params": ups, "lr": 0.01, "ns_steps": 4}, {"params": downs}]
 
 
-@pytest.mark.parametrize(
-    ("layout", "period"), [("reduced", 1), ("fsdp2", 1), ("fsdp2", 3), ("dedicated", 1)]
-)
+@pytest.mark.parametrize(("layout", "period"), [("reduced", 1), ("fsdp2", 3)])
 @distributed(2)
 def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, layout, period):
     """Also where param groups differ, and where matrices without gradients leave smaller batches:
@@ -102,11 +100,11 @@ def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, la
             assert pair.opt.stats()["kernels"]["workspace_bytes"] == nbytes
 
 
-@layouts("reduced", "fsdp2", "dedicated")
+@layouts("reduced", "fsdp2")
 def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
     for kernel in ("standard/torch/float32", "gram[1,3]/torch_strips/float32"):
         saved, results = None, []
-        for _ in range(3):  # a restart from the saved plan runs the same, bit for bit
+        for _ in range(2):  # a restart from the saved plan runs the same, bit for bit
             plan = saved and dmuon.OwnershipPlan.from_json(saved)
             request = {"plan": plan} if plan else {"costs": gram_costs(kernel)}
             with planned_as(layout, request=request) as pair:
@@ -115,7 +113,7 @@ def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
                 assert {k for _, k in ran(pair)} == {kernel}
                 results.append(pair.whole())
                 saved = pair.own.plan.to_json()
-        assert_bitwise(results[1:], results[:1] * 2)
+        assert_bitwise(*results)
 
 
 @distributed(2)
@@ -145,8 +143,6 @@ class Alike(nn.Module):
 @pytest.mark.parametrize(
     ("layout", "dtype", "period"),
     [
-        ("reduced", torch.float32, 1),
-        ("fsdp2", torch.bfloat16, 1),
         ("dedicated", torch.bfloat16, 1),
         ("fsdp2", torch.bfloat16, math.inf),
     ],

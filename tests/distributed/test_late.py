@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,10 +16,9 @@ from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import layouts
-from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
+from tests.distributed.models import Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both
 
-VECTORS = ("blocks.0.norm.weight", "blocks.0.norm.bias", "mid.bias", "tok.weight")
 # Of new shapes, and some that share one; and a bias.
 MATRICES = ("mid.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight")
 
@@ -84,10 +82,8 @@ def test_where_a_head_is_trained_first_all_matrices_come_late(rank, world):
 @pytest.mark.parametrize(
     ("kind", "how", "on"),
     [
-        ("ddp", "unfrozen", "host"),
         ("fsdp2", "group", "host"),
         ("ddp", "unfrozen", "accelerator"),
-        ("fsdp2", "unfrozen", "accelerator"),
     ],
 )
 @distributed(2)
@@ -139,45 +135,6 @@ def test_groups_that_differ_can_be_mended(rank, world):
 
 
 @distributed(2)
-def test_parameters_that_differ_are_named(rank, world):
-    late = Late("plain", "group", MATRICES)
-    late.train(range(1))
-    late.late = late.late[rank : rank + 1]  # a weight, its bias
-    late.begin()
-    for p in late.bare.parameters():
-        p.grad = torch.zeros_like(p)
-    found = r"planning again.*ranks disagree.*name blocks\.1\.up\.weight, shape .*muon"
-    with pytest.raises(ConsensusError, match=found):
-        late.opt.step()
-
-
-@distributed(2)
-def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
-    late = Late("plain", "unfrozen", VECTORS)
-    late.pair.backward(0)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(dmuon.groups, "reshard", Mock(side_effect=MemoryError("full")))
-        with pytest.raises(ConsensusError if rank == 0 else MemoryError, match="full"):
-            late.opt.step()
-    late.opt.zero_grad()
-    late.train(range(3))
-    late.check()
-
-
-@layouts("ddp", "fsdp2")
-def test_where_the_host_cannot_read_all_plan_again_at_once(rank, world, layout):
-    with host_cannot_read():
-        late = Late(layout, "unfrozen", MATRICES)
-        late.train(range(2))
-        late.begin()
-        late.train(range(2, 4))
-        late.check()
-        assert late.opt.param_groups[0]["muon_step"] == 4  # none counts twice
-        late.opt.ownership.close()
-
-
-@distributed(2)
 def test_block_steps_go_on_until_the_next_full_step(rank, world):
     late = Late("fsdp2", "unfrozen", MATRICES, period=3)
     late.train(range(4))
@@ -218,21 +175,11 @@ def test_what_ddp_does_not_average_is_told(rank, world):
     opt.ownership.close()
 
 
-@pytest.mark.parametrize("layout", ["reduce_to_owner", "dedicated"])
-@distributed(2)
+@layouts("reduced", "dedicated")
 def test_layouts_of_owners_say_what_to_do(rank, world, layout):
-    model = seeded(Net)
-    model.mid.weight.requires_grad_(False)
-    asked: dict[str, Any] = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
-    own = dmuon.dedicate_params(model, **(asked if layout != "dedicated" else {"layout": layout}))
-    opt = dmuon.Muon(model, **MUON)
-    for step, is_late in enumerate((False, True)):
-        model.mid.weight.requires_grad_(is_late)
-        loss_of(model, batch(step, rank)).backward()
-        with (
-            pytest.raises(OwnershipError, match=r"mid\.weight.*own\.close")
-            if is_late
-            else nullcontext()
-        ):
-            opt.step()
-    own.close()
+    with both(Used, layout, change=lambda m: m.mid.weight.requires_grad_(False)) as pair:
+        pair.train_alone([0])
+        pair.model.mid.weight.requires_grad_(True)
+        pair.backward(1)
+        with pytest.raises(OwnershipError, match=r"mid\.weight.*own\.close"):
+            pair.opt.step()

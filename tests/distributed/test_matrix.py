@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed import matrix
+from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import Pools
 from tests.distributed.matrix import (
     KINDS_OF_LAYOUTS,
@@ -175,6 +176,31 @@ def test_cases_cover_what_is_legal() -> None:
     everything = [case for cases in drawn for case in cases]
     assert {case.other for case in everything} >= {*LAYOUTS}
     assert any("interleaved" in str(case.splits()) for case in everything)
+
+
+SHAPES = [
+    *(("linear", rows, cols, 1) for rows, cols in ((48, 48), (40, 96), (96, 40), (3, 5), (129, 7))),
+    ("linear", 96, 40, 1), ("linear", 40, 96, 1), ("fused", 24, 24, 3), ("experts", 12, 21, 5),
+    ("embedding", 61, 33, 1), ("vector", 129, 1, 1),
+]  # fmt: skip
+SAME_BITS: list[dict[str, Any]] = [
+    {"fixed_kernels": "standard", "rule": "plain sgd", "solver": "round_robin"},
+    {"fixed_kernels": "gram", "ns_dtype": "bfloat16", "masters": True},
+]
+FEW = ("fsdp3", "ddp2", "reduced3", "dedicated hsdp", "tp+fsdp")
+
+
+@pytest.mark.parametrize("number", range(len(SAME_BITS)))
+def test_with_fixed_kernels_the_bits_are_those_of_one_process(pools: Pools, number: int) -> None:
+    """On every mesh, in every layout and plan: batches of 1, 2, 3, ... and transposes in them."""
+    pieces = tuple(Piece(*shape) for shape in SHAPES)
+    layouts = [*LAYOUTS] if not number else ["single", *FEW]
+    cases = [Case(layout, pieces).with_(**SAME_BITS[number]) for layout in layouts]
+    alone, *others = (matrix.unpacked(f["state"]) for f in found_of(cases, pools))
+    for case, state in zip(cases[1:], others, strict=True):
+        assert_bitwise(state["model"], alone["model"], case.layout)
+        for name, entry in alone["optim"]["state"].items():
+            assert_bitwise(state["optim"]["state"][name], entry, f"{case.layout} {name}")
 
 
 @pytest.mark.parametrize(

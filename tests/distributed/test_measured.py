@@ -35,7 +35,7 @@ from tests.distributed.layouts import REDUCING
 from tests.distributed.models import Net, batch, loss_of, seeded
 from tests.distributed.twins import planned
 from tests.fixed_costs import analytic_costs
-from tests.internals import WARM_UP, C10dTransport
+from tests.internals import C10dTransport
 from tests.transports import CountingTransport, RecordingTransport
 
 pytestmark = pytest.mark.cpu_only("measures a CPU")
@@ -128,7 +128,7 @@ def test_ranks_that_find_bfloat16_fast_and_slow_measure_the_same_products(rank, 
         assert kernels and all("torch_rounded" in kernel for kernel in kernels)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_the_slowest_rank_counts_for_each_entry_and_one_writes(rank, world):
     slowest = {pair: i % world for i, pair in enumerate(BATCHES)}
     timer = Timer(lambda key, b, _: 1 + b / 8 + (0.25 if slowest[key, b] == rank else 0.0))
@@ -274,9 +274,6 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
             ]
         assert [call.kwargs["momentum"] for call in prices.call_args_list] == [True, False]
         assert plans[0].prices[0].ms > plans[1].prices[0].ms
-        # A rank may keep its cache where it likes.
-        fingerprint(folder / str(rank))
-        assert len(list((folder / str(rank)).glob("*.json"))) == 2 - rank  # links once
         mine = CostTable("by hand", {A: {1: 1.0 + rank}}, CostTable.analytic().device)
         with pytest.raises(ValueError, match="disagree.*costs=by hand"):
             dmuon.dedicate_params(seeded(Net), costs=mine)
@@ -359,64 +356,14 @@ def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
 
 
 @distributed(2)
-def test_ranks_that_lack_gradients_still_take_part(rank, world):
-    """Rank 0 skips a backward, `spare` has a gradient on one rank in one step only."""
-    model = seeded(Net)
-    own, transport = planned_for(model)
-    opt = dmuon.Muon(model)
-    for step in range(5):
-        model.use_spare = step == 3 and rank == 1
-        if not (step == 3 and rank == 0):
-            loss_of(model, batch(step, rank)).backward()
-        opt.step()
-        opt.zero_grad()
-    everyone = transport.gather_objects(transport.events)
-    assert everyone[0] == everyone[1]
-    assert own.report().measured_ms is not None
-    own.close()
-
-
-@pytest.mark.parametrize("steps", [4, 5])
-@distributed(2)
-def test_closing_right_after_an_exchange(rank, world, steps):
-    model, own, opt, transport, _ = trained(rank, steps, WATCHED)
+def test_closing_right_after_an_exchange(rank, world):
+    model, own, opt, transport, _ = trained(rank, 4, WATCHED)
     own.close()
     assert transport.waited == 1, "nothing is in flight when the group goes"
     assert opt.report().measured_ms is not None
     again, _ = planned_for(model)
     assert again.report().measured_ms is None, "a new ownership knows nothing yet"
     again.close()
-
-
-class Halves(torch.nn.Module):
-    """Two models in one, each planned on its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Net(), Net(layers=1)
-
-
-@distributed(2)
-def test_several_ownerships_are_measured_apart(rank, world):
-    both = seeded(Halves)
-    owns = [planned_for(part)[0] for part in (both.a, both.b)]
-    opt = dmuon.Muon(both)
-    mine = []
-    for step in range(4):
-        for part in (both.a, both.b):
-            loss_of(part, batch(step, rank)).backward()
-        opt.step()
-        mine.append([own.telemetry.watch.milliseconds() for own in owns])
-        assert opt.stats()["ns_ms"] == pytest.approx(sum(mine[-1]))
-    with pytest.raises(ValueError, match="2 ownerships"):
-        opt.report()
-    expected = torch.tensor(mine[WARM_UP:]).double().quantile(0.5, dim=0).tolist()
-    everyone = owns[0].runtime.transport.gather_objects(expected)
-    for i, own in enumerate(owns):
-        theirs = [times[i] for times in everyone]
-        assert own.report().measured_ms == pytest.approx(theirs, rel=1e-5)
-    for own in owns:
-        own.close()
 
 
 @contextmanager

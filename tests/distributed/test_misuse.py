@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -27,7 +26,7 @@ from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import TIMEOUT_S, distributed
-from tests.distributed.layouts import REDUCING, mesh_of, shard_units, sharded
+from tests.distributed.layouts import REDUCING, mesh_of, sharded
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
@@ -66,14 +65,6 @@ def in_ddp():
     return wrap(used(), find_unused_parameters=False)
 
 
-def sparse():
-    return nn.Sequential(nn.Linear(4, 5), nn.Embedding(7, 4, sparse=True))
-
-
-def narrow():
-    return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 4))
-
-
 def halved():
     model = used()
     return model.mid.to(torch.bfloat16) and model
@@ -102,16 +93,10 @@ def mesh_of_cuda():
 
 
 ALL, ONE, EITHER = [(0, 1)], [(1,)], [(0, 1), (1,)]  # who makes a mistake
-EVERY = {"select": lambda name, p: True}
 HALF = {"layout": "dedicated"}
 # A model, what is asked for (of a rank), the error, and who.
 PLANNING = [
-    (used, EVERY, "tok|bias|norm", EITHER),
     (used, {"select": lambda name, p: 1 / 0}, "zero", EITHER),
-    (used, {"splits": {"*.up.weight": [1, 2]}}, r"splits.*56 rows", EITHER),
-    (used, {"model": None}, "nn.Module", EITHER),
-    (used, {"layout": "sharded"}, r"sharded.*(plain|DTensor)", EITHER),
-    (sparse, {}, "sparse=False", ALL),
     (halved, {}, r"mid.*bfloat16", ONE),
     (of_another_size, {}, r"rank 1 has .*up\.weight.*48", ONE),
     (used, lambda rank: {"mesh": mesh_of_cuda()}, r"of 'cuda'.*init_device_mesh\('cpu'", ALL),
@@ -135,7 +120,6 @@ PLANNING = [
     ),
     (of_shards, {"layout": "replicated"}, r"'tok\.weight' is a DTensor", EITHER),
     (of_shards, {"options": REDUCING}, "must be ShardedOptions, found Replicated", EITHER),
-    (of_shards, {"splits": {"*.mix.weight": [1]}}, "50 rows", EITHER),
     (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
     (of_shards, {"options": dmuon.ShardedOptions(min_buckets=3)}, "disagree.*min_buckets", ONE),
     # Arguments that differ.
@@ -179,8 +163,8 @@ def test_the_current_device_was_not_set(rank, world):
         flaw = flaw_of_device([("bias", torch.zeros(2)), ("w", weight)])
     message = r"parameter 'w' lies on cuda:1.*is cuda:0.*torch\.cuda\.set_device\(local_rank\)"
     assert flaw is None if rank == 0 else re.search(message, flaw)
-    for kind_of_model in ("plain", "ddp", "fsdp2"):
-        wrapped = wrap(seeded(Net), kind_of_model == "ddp")
+    for kind_of_model in ("plain", "fsdp2"):
+        wrapped = seeded(Net)
         if kind_of_model == "fsdp2":
             fully_shard(wrapped)
         planning = ASKING if kind_of_model == "plain" else {}
@@ -214,7 +198,7 @@ def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
     assert all(re.search(message, text) for text in told[0])
 
 
-@pytest.mark.parametrize("timeout_s", [None, 200.0, 7.0])
+@pytest.mark.parametrize("timeout_s", [None, 7.0])
 @distributed(4)
 def test_own_groups_wait_as_the_default_group_does(rank, world, timeout_s):
     """While they plan, as long as torch's new groups; or as long as was asked for."""
@@ -238,25 +222,14 @@ def test_own_groups_wait_as_the_default_group_does(rank, world, timeout_s):
 
 # ---- optimizers ------------------------------------------------------------------------------
 
-OPTIMIZERS = [
-    (lambda m: dmuon.Muon([*m.parameters(), m.mid.weight]), "mid.weight.*twice"),
-    (lambda m: dmuon.Muon(list(m.parameters())[1:]), r"not passed.*tok\.weight"),
-    (lambda m: dmuon.Muon(m, lr=-1.0), "lr"),
-    (
-        lambda m: dmuon.Muon([{"params": m.parameters(), "lr": "1e-3"}]),
-        r"lr must be .*'1e-3' in opt\.param_groups\[0\]",
-    ),
-]
-
 
 @distributed(2)
 def test_optimizer_mistakes(rank, world):
-    """Of all ranks and of one; and settings that are right, but differ."""
+    """Of one rank; and settings that are right, but differ."""
     with planned() as (model, _):
-        for make, message in OPTIMIZERS:
-            for guilty in (True, rank == 0):
-                with pytest.raises((ValueError, TypeError), match=message):
-                    (make if guilty else dmuon.Muon)(model)
+        given = [*model.parameters()][1:] if rank == 0 else model
+        with pytest.raises(ValueError, match=r"not passed.*tok\.weight"):
+            dmuon.Muon(given)
         for settings in ({"master_weights": rank == 0}, {"lr": 0.1 + rank}, {"ns_steps": 3 + rank}):
             with pytest.raises(ValueError, match="disagree"):
                 dmuon.Muon(model, **settings)
@@ -284,33 +257,9 @@ def test_a_state_that_one_rank_alone_asks_for_is_an_error_there(rank, world, lay
 
 
 @distributed(2)
-def test_states_that_differ_between_ranks_are_an_error_on_all_and_change_nothing(rank, world):
-    with planned() as (model, _):
-        opt = dmuon.Muon(model)
-        one_step(model, opt, rank)
-        before = copy.deepcopy(opt.state_dict())
-        wrong = copy.deepcopy(before)
-        if rank == 1:
-            number = next(k for k, e in wrong["state"].items() if "momentum_buffer" in e)
-            wrong["state"][number]["momentum_buffer"] = torch.zeros(3, 3)
-        with pytest.raises((OwnershipError, ConsensusError), match=r"shape \[3, 3\]"):
-            opt.load_state_dict(wrong)
-        assert_bitwise(opt.state_dict(), before)
-        wrong = copy.deepcopy(before)
-        wrong["param_groups"][0]["lr"] = 0.5 + rank
-        with pytest.raises(ConsensusError, match="ranks disagree"):
-            opt.load_state_dict(wrong)
-        assert_bitwise(opt.state_dict(), before)
-        one_step(model, opt, rank, 1)
-
-
-@pytest.mark.parametrize("layout", ["replicated", "dedicated", "sharded"])
-@distributed(2)
-def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
+def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world):
     model = seeded(Net).bfloat16()
-    if layout == "sharded":
-        fully_shard(model, mesh=mesh_of((world,)))
-    own = dmuon.dedicate_params(model, **(ASKING if layout == "replicated" else {"layout": layout}))
+    own = dmuon.dedicate_params(model, layout="dedicated")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt = dmuon.Muon(model, lr=1e-5, ns_dtype=torch.float32)
@@ -387,7 +336,7 @@ def closed(pair):
 STRICT = {"wrap": partial(wrap, find_unused_parameters=False, bucket_cap_mb=0.001)}
 UNTOUCHED = {"steps": 0}  # it happens before the first step
 SPARE = {"change": lambda model: setattr(model, "use_spare", True)}
-NORM, UP = "blocks.0.norm.weight", "blocks.1.up.weight"
+NORM = "blocks.0.norm.weight"
 IN_STEPS = [
     ("reduced", in_grad_scaler, "GradScaler", {}),
     ("reduced", a_gradient_by_hand, r"mid\.weight.*after backward", {}),
@@ -402,8 +351,8 @@ IN_STEPS = [
     *(
         (layout, another(name), f"'{name}' is another parameter object", {})
         for layout, name in [
-            *product(("dedicated", "reduced", "reduced ddp"), ("mid.weight", NORM)),
-            *product(("dedicated", "dedicated fsdp"), [UP]),
+            *product(("dedicated", "reduced ddp"), ("mid.weight", NORM)),
+            ("dedicated fsdp", "blocks.1.up.weight"),
             ("tp", "blocks.0.mix.weight"),
         ]
     ),
@@ -482,7 +431,6 @@ def test_keys_of_the_users_own_may_differ_between_ranks(rank, world):
     ("kind", "when", "on"),
     [
         ("dedicated", "before backward", "host"),
-        ("fsdp2", "before step", "host"),
         ("fsdp2", "before step", "accelerator"),
     ],
 )
@@ -547,19 +495,15 @@ def test_a_rank_that_does_not_come_to_a_collective(rank, world):
         dist.barrier()
 
 
-@pytest.mark.parametrize("what", ["code", "torch"])
 @distributed(2)
-def test_another_version_on_one_rank_is_named(rank, world, what):
-    model, patch = seeded(), pytest.MonkeyPatch()
-    with patch.context() as changed:
-        if rank and what == "code":
-            changed.setattr("dmuon.api.code_hash", lambda: "another")
-        elif rank:
-            changed.setattr("torch.__version__", "another")
-        with pytest.raises(
-            ConsensusError, match=r"rank 1 has 'code=dmuon .*another.*' where rank 0"
-        ):
-            dmuon.dedicate_params(model)
+def test_another_version_on_one_rank_is_named(rank, world):
+    for what in ("dmuon.api.code_hash", "torch.__version__"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(what, "another" if "torch" in what else lambda: "another")
+            told = r"rank 1 has 'code=dmuon .*another.*' where rank 0"
+            with pytest.raises(ConsensusError, match=told):
+                dmuon.dedicate_params(seeded())
 
 
 CHANGED = {
@@ -581,9 +525,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "on"), [("reduced", "host"), ("fsdp2", "host"), ("ddp", "accelerator")]
-)
+@pytest.mark.parametrize(("kind", "on"), [("reduced", "host"), ("fsdp2", "accelerator")])
 @distributed(2)
 def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
     """Each is another one on the last rank, for one step."""
@@ -619,19 +561,6 @@ def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, ki
             assert_bitwise(pair.whole(), before, key)
         pair.opt.zero_grad()
         pair.train_alone([30])
-
-
-@distributed(3)
-def test_only_what_differs_is_named_when_planning(rank, world):
-    with planned() as (model, _), pytest.raises(ConsensusError) as caught:
-        dmuon.Muon(model, momentum=0.9 if rank == 1 else 0.95, adamw_eps=[1e-8, 1e-6, 1e-8][rank])
-    assert str(caught.value) == (
-        "dmuon.Muon: ranks disagree: rank 1 has 'param_groups[0]: momentum=0.9', "
-        "'param_groups[0]: adamw_eps=1e-06' where rank 0 has 'param_groups[0]: momentum=0.95', "
-        "'param_groups[0]: adamw_eps=1e-08'. Build the same model with the same arguments on "
-        "every rank, or plan each pipeline stage on its own ranks: "
-        "dmuon.dedicate_params(stage, mesh)"
-    )
 
 
 # ---- sharded models --------------------------------------------------------------------------
@@ -670,16 +599,3 @@ def test_plans_of_another_mesh_or_layout(rank, world):
     with pytest.raises(ValueError, match="disagree"):
         plan_of(of_shards(), plan=flat if rank else None)
     follow(layout="fsdp2", steps=2, request={"plan": flat, "solver": "auto"})
-
-
-# ---- after planning ----------------------------------------------------------------------
-
-
-@distributed(2)
-def test_an_optimizer_of_a_model_that_was_sharded_late(rank, world):
-    model = ParallelModel()
-    own = dmuon.dedicate_params(model)
-    shard_units(model, mesh_of((world,)))
-    with pytest.raises(ValueError, match="dedicate_params"):
-        dmuon.Muon(model)
-    own.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,28 +14,8 @@ from benchmarks import muonbp
 from dmuon.dtensors import local_tensor
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, vocabulary
-from tests.distributed.twins import Rows, both
+from tests.distributed.twins import both
 from tests.transports import RecordingTransport
-
-BLOCKS = Rows()
-
-
-def in_blocks(layout: str | Layout, period: Any, ratio: float | None = 0.7, **case: Any) -> None:
-    """Each rank's part of a matrix is a matrix of its own, in the steps that the period says."""
-    only = {"period": period, "block_lr_ratio": ratio}
-    BLOCKS.add(f"{len(BLOCKS)} {period}", layout, only=only, **case)
-
-
-in_blocks("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), steps=6)
-in_blocks("ep+fsdp, split experts", math.inf, steps=2)
-in_blocks(vocabulary(4, 2), 2)  # uneven blocks of uneven parts
-
-
-@BLOCKS.each()
-@distributed()
-def test_blocks_are_orthogonalized_alone(rank, world, name):
-    BLOCKS.follow(name)
 
 
 @distributed(4)
@@ -156,11 +135,3 @@ def test_tied_block_steps_take_the_learning_rate_of_the_whole_matrix(rank, world
             expected = before * kept - lr * 0.2 * math.sqrt(longest) * update
             torch.testing.assert_close(after, expected, rtol=0, atol=1e-6, msg=name)
     assert smaller == 2 * 3
-
-
-@pytest.mark.cpu_only("benchmarks of CPUs")
-@distributed(2)
-def test_full_steps_are_the_same_with_tied_step_sizes(rank, world):
-    tied, two = (stepped(sizes, 1, 2) for sizes in ("tied", "two"))
-    for name, tensors in two.items():
-        assert all(map(torch.equal, tied[name], tensors)), name

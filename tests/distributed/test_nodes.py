@@ -7,9 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from benchmarks import nodes
-from benchmarks.nodes import Nodes, NoNodes, emulated
+from benchmarks.nodes import Nodes, emulated
 from benchmarks.results import Row
 from dmuon.dtensors import whole_tensor
 
@@ -144,32 +142,3 @@ def test_a_rank_that_fails_ends_all() -> None:
 def left_over(prefix: str) -> list[str]:
     found = os.listdir("/var/run/netns") + os.listdir("/sys/class/net")
     return [name for name in found if name.startswith(prefix)]
-
-
-def test_refusals_say_what_helps() -> None:
-    with mock.patch("os.geteuid", return_value=1000), pytest.raises(NoNodes, match="need root"):
-        emulated(2).__enter__()
-    with (
-        mock.patch("os.geteuid", return_value=0),
-        mock.patch("shutil.which", return_value=None),
-        pytest.raises(NoNodes, match="ip and tc not found: install iproute2"),
-    ):
-        emulated(2).__enter__()
-    with pytest.raises(ValueError, match="rate: '1 Gbit/s' is not of the form"):
-        emulated(2, "1 Gbit/s").__enter__()
-    with pytest.raises(ValueError, match="rate: '0mbit' is not of the form"):
-        emulated(2, "0mbit").__enter__()
-    with pytest.raises(ValueError, match="count: 201 nodes asked for; 1 to 200"):
-        emulated(201).__enter__()
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="namespaces are Linux's")
-def test_a_kernel_that_refuses_is_told_of() -> None:
-    refused = subprocess.CompletedProcess([], 1, "", "mount: Operation not permitted\n")
-    with (
-        mock.patch("os.geteuid", return_value=0),
-        mock.patch("shutil.which", return_value="/sbin/ip"),
-        mock.patch("subprocess.run", return_value=refused),
-        pytest.raises(NoNodes, match="`ip link add .* failed: mount: Operation not permitted"),
-    ):
-        emulated(2).__enter__()

@@ -5,59 +5,31 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
 from dmuon.measure import measured_costs, on_links
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.topology import Topology
-from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+from dmuon.tools.parallel_models import ParallelModel
 from dmuon.types import CorruptionError, DmuonError
-from tests.distributed.compare import assert_bitwise, assert_close, gathered
+from tests.distributed.compare import assert_bitwise, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import LAYOUTS, Layout, on
 from tests.distributed.models import Net
 from tests.distributed.test_collective_order import Recorders, assert_one_order
-from tests.distributed.twins import MUON, Both, Trained, both, follow, laid_out
+from tests.distributed.twins import Both, both, follow, laid_out
 from tests.internals import C10dTransport, LinkTimer, Orthogonalizer, Turns, parts_of
 
-
-def on_replicas(laid: Layout) -> Layout:
-    """The experts over "ep" in each of two replicas, all else in HSDP."""
-
-    def wrap(model: Any, mesh: DeviceMesh) -> Any:
-        every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for block in model.blocks:
-            experts = block.mlp.experts
-            for name, p in list(experts.named_parameters()):
-                part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
-                experts.register_parameter(name, nn.Parameter(part))
-            experts.mesh = mesh["ep"]
-            fully_shard(experts, mesh=mesh["replicate", "fsdp"])
-            experts.set_force_sum_reduction_for_comms(True)
-            experts.set_gradient_divide_factor(4.0)
-            fully_shard(block, mesh=every)
-        fully_shard(model, mesh=every)
-        return model
-
-    return replace(laid, mesh=(2, 1, 2), axes=("replicate", "fsdp", "ep"), wrap=wrap)
-
-
-# (layout, ranks per node): replicas on nodes of their own, several on a node, and over nodes.
+# (layout, ranks per node): replicas on nodes of their own, and several on a node.
 LAID: dict[str, tuple[Layout, int]] = {
     "ddp": (replace(on("ddp", 4), build=ParallelModel), 2),
     "ddp alone": (replace(on("ddp", 4), build=ParallelModel), 1),
     "hsdp": (LAYOUTS["hsdp"], 2),
-    "hsdp 4x2": (on("hsdp", 4, 2), 4),
-    "hsdp 4x2 over nodes": (on("hsdp", 4, 2), 1),
-    "replicated experts": (on_replicas(LAYOUTS["ep+fsdp"]), 2),
 }
 
 
@@ -86,10 +58,8 @@ def levels(plan: OwnershipPlan) -> set[int]:
     return {len(batch.copies) for batch in plan.batches}
 
 
-@pytest.mark.parametrize(
-    ("case", "world"), [("ddp alone", 4), ("hsdp 4x2 over nodes", 8), ("replicated experts", 4)]
-)
-@distributed()
+@pytest.mark.parametrize("case", ["ddp alone", "hsdp"])
+@distributed(4)
 def test_every_way_is_equal_to_the_reference(rank, world, case):
     """With a gradient that no rank has in a step."""
     request = asked(case)
@@ -105,25 +75,23 @@ def test_every_way_is_equal_to_the_reference(rank, world, case):
     follow(layout=LAID[case][0], request=request, round=skips_one, steps=3)
 
 
-@pytest.mark.parametrize("case", ["ddp", "hsdp"])
 @distributed(4)
-def test_copies_have_the_bits_of_one_owner(rank, world, case):
+def test_copies_have_the_bits_of_one_owner(rank, world):
     """Where a kernel gives the same bits whatever is beside it, in each redundancy."""
     kernels = dmuon.KernelOptions(method="gram", backend="torch")
     found = []
     for of in ("once", "mixed"):
-        request = asked(case, of)
+        request = asked("hsdp", of)
         whole = tuple(replace(one, kernel="") for one in request["plan"].batches)
         request["plan"] = replace(request["plan"], batches=whole)
-        with both(layout=LAID[case][0], request=request | {"kernels": kernels}) as pair:
+        with both(layout=LAID["hsdp"][0], request=request | {"kernels": kernels}) as pair:
             pair.train_alone(range(3))
             found.append(pair.whole())
     assert_bitwise(*found)
 
 
-@pytest.mark.parametrize(("case", "world"), [("ddp alone", 4), ("hsdp 4x2 over nodes", 8)])
-@distributed()
-def test_rings_between_nodes_change_no_bit(rank, world, case):
+@distributed(4)
+def test_rings_between_nodes_change_no_bit(rank, world):
     """And they are among ranks of more than two nodes, each on a node of its own here."""
     honest, found, noted = C10dTransport.all_gather, [], set()
 
@@ -132,54 +100,28 @@ def test_rings_between_nodes_change_no_bit(rank, world, case):
         return honest(self, parts, tag=tag, by=by)
 
     for of in (False, True):
-        request = asked(case, "mixed")
+        request = asked("ddp alone", "mixed")
         request["plan"] = replace(request["plan"], rings=of)
         noted.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(C10dTransport, "all_gather", noting)
-            with both(layout=LAID[case][0], request=request) as pair:
+            with both(layout=LAID["ddp alone"][0], request=request) as pair:
                 pair.train_alone(range(3))
                 found.append(pair.whole())
         assert (True, of) in noted and noted <= {(True, of), (False, False)}, noted
     assert_bitwise(*found)
 
 
-@pytest.mark.parametrize(("case", "variant"), [("ddp", None), ("hsdp", "normuon")])
 @distributed(4)
-def test_a_checkpoint_moves_between_redundancies(rank, world, case, variant, tmp_path):
-    whole = {}
-    for way, first in (("mixed", 0), ("once", 3), ("replicas", 3)):
-        torch.manual_seed(0)
-        trained = Trained(
-            LAID[case][0], ParallelModel(), planning=asked(case, way), variant=variant, **MUON
-        )
-        if first:
-            trained.load(str(tmp_path))
-        for step in range(first, 5):
-            if step == 3 and not first:
-                trained.save(str(tmp_path))
-            loss_of(trained.model, batch(step, trained.rank)).backward()
-            trained.opt.step()
-            trained.opt.zero_grad()
-        whole[way] = trained.weights()
-        trained.close()
-    assert_close(whole["once"], whole["replicas"])
-    assert_close(whole["once"], whole["mixed"])
-
-
-@pytest.mark.parametrize(("case", "world"), [("ddp", 4), ("hsdp 4x2", 8)])
-@distributed()
-def test_all_ranks_follow_the_order_of_the_plan(rank, world, case):
-    """Over all process groups, late ranks and missing gradients or not."""
+def test_all_ranks_follow_the_order_of_the_plan(rank, world):
+    """Over all process groups, late ranks or not."""
     recorders, orders = Recorders(), []
-    with both(layout=LAID[case][0], request=asked(case), transport=recorders) as pair:
+    with both(layout=LAID["ddp"][0], request=asked("ddp"), transport=recorders) as pair:
         for step in range(3):
             recorders.log.clear()
             pair.backward(step)
             if rank == step:
                 time.sleep(0.1)
-                if case != "ddp":
-                    pair.model.get_parameter("blocks.0.mix.weight").grad = None
             pair.step()
             orders.append([(number, event) for number, _, event in recorders.log])
             sized = [(n, r, replace(e, nbytes=0)) for n, r, e in recorders.log]
@@ -188,12 +130,11 @@ def test_all_ranks_follow_the_order_of_the_plan(rank, world, case):
         assert len({number for number, _ in orders[0]}) > 1, "several process groups"
 
 
-@pytest.mark.parametrize(("case", "world"), [("ddp", 4), ("hsdp 4x2", 8)])
-@distributed()
-def test_no_byte_crosses_to_a_node_twice(rank, world, case):
+@distributed(4)
+def test_no_byte_crosses_to_a_node_twice(rank, world):
     """Counted on all ranks: each node gets what its own ranks, or replicas, did not compute."""
-    (laid, each), recorders = LAID[case], Recorders()
-    with both(layout=laid, request=asked(case, "once"), transport=recorders) as pair:
+    (laid, each), recorders = LAID["ddp"], Recorders()
+    with both(layout=laid, request=asked("ddp", "once"), transport=recorders) as pair:
         recorders.log.clear()
         pair.train_alone([0])
         pair.opt.synchronize()
@@ -205,17 +146,15 @@ def test_no_byte_crosses_to_a_node_twice(rank, world, case):
     assert sum(gathered(came)) == pytest.approx((world // each - 1) * whole, rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["reduced", "reduced ddp"])
 @distributed(4)
-def test_owners_publish_to_nodes_and_then_inside_them(rank, world, layout):
+def test_owners_publish_to_nodes_and_then_inside_them(rank, world):
     """In steps of all matrices, and of some."""
     recorders = Recorders()
     request = {"planner": dmuon.PlannerOptions(ranks_per_node=2, max_batch=1)}
     case = {"options": {"publish_bucket_bytes": 2048}, "request": request}
-    with both(Net, layout, transport=recorders, **case) as pair:
+    with both(Net, "reduced", transport=recorders, **case) as pair:
         recorders.log.clear()
-        if layout == "reduced":
-            pair.prepare = lambda model, step, rank: setattr(model, "use_spare", step == 2)
+        pair.prepare = lambda model, step, rank: setattr(model, "use_spare", step == 2)
         pair.train(range(4))
         pair.opt.synchronize()
         came = [ranks for _, ranks, event in recorders.log if event.tag == "updates"]
@@ -263,46 +202,42 @@ def test_what_a_failed_step_sent_is_waited_for_and_forgotten(rank, world):
 
 @distributed(4)
 def test_a_copy_that_computes_wrongly_is_found(rank, world):
-    for case in ("ddp", "hsdp"):
-        honest = Orthogonalizer.run
+    honest, request = Orthogonalizer.run, asked("hsdp", "replicas")
 
-        def broken(self, call, operand, honest=honest):
-            update = honest(self, call, operand)
-            return update.mul_(1.5) if rank == 3 else update
+    def broken(self, call, operand):
+        update = honest(self, call, operand)
+        return update.mul_(1.5) if rank == 3 else update
 
-        request = asked(case, "replicas")
-        with (
-            both(layout=LAID[case][0], request=request, only={"verify_every": 1}) as pair,
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setattr(Orthogonalizer, "run", broken)
-            with pytest.raises(CorruptionError, match="rank"):
-                for step in range(8):
-                    pair.backward(step)
-                    pair.step()
+    with (
+        both(layout=LAID["hsdp"][0], request=request, only={"verify_every": 1}) as pair,
+        mock.patch.object(Orthogonalizer, "run", broken),
+        pytest.raises(CorruptionError, match="rank"),
+    ):
+        pair.train_alone(range(8))
 
 
 @distributed(4)
 def test_what_the_mesh_cannot_do_is_refused(rank, world):
-    for case, number in (("ddp", 3), ("hsdp", 4)):
-        with pytest.raises(DmuonError, match=f"redundancy={number}: so many parts"):
-            dmuon.dedicate_params(
-                laid_out(LAID[case][0])[0], planner=planner(case, redundancy=number)
-            )
+    model = laid_out(LAID["hsdp"][0])[0]
+    with pytest.raises(DmuonError, match="redundancy=4: so many parts"):
+        dmuon.dedicate_params(model, planner=planner("hsdp", redundancy=4))
+    request = asked("ddp", "replicas")
+    request["planner"] = replace(request["planner"], redundancy=1)
+    with pytest.raises(DmuonError, match=r"redundancy=1, but the saved plan .* 4 times"):
+        dmuon.dedicate_params(laid_out(LAID["ddp"][0])[0], **request)
 
 
 @distributed(4)
 def test_a_saved_plan_with_copies_in_wrong_places_is_refused(rank, world):
-    """Ranks 0 and 1 have one replica in HSDP, and each holds a shard alone in FSDP2."""
-    for layout in "hsdp", "fsdp4":
-        own = dmuon.dedicate_params(laid_out(layout)[0])
-        first, *others = own.plan.batches
-        own.close()
-        for copies in ((0, 1), (0, 1, 2, 3), (1, 0), (0, 2, 3)):
-            wrong = replace(first, owner=copies[0], copies=copies)
-            plan = replace(own.plan, batches=(wrong, *others))
-            with pytest.raises(DmuonError, match=r"compute .* expected one rank of each part"):
-                dmuon.dedicate_params(laid_out(layout)[0], plan=plan)
+    """Ranks 0 and 1 have one replica in HSDP."""
+    own = dmuon.dedicate_params(laid_out("hsdp")[0])
+    first, *others = own.plan.batches
+    own.close()
+    for copies in ((0, 1), (0, 2, 3)):
+        wrong = replace(first, owner=copies[0], copies=copies)
+        plan = replace(own.plan, batches=(wrong, *others))
+        with pytest.raises(DmuonError, match=r"compute .* expected one rank of each part"):
+            dmuon.dedicate_params(laid_out("hsdp")[0], plan=plan)
 
 
 @distributed(4)
@@ -322,14 +257,6 @@ def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
             DmuonError, match="saved plan several ranks compute a matrix, and ranks"
         ):
             dmuon.dedicate_params(laid_out(LAID["hsdp"][0])[0], **asked("hsdp", "replicas"))
-
-
-@distributed(4)
-def test_a_saved_plan_keeps_to_the_redundancy_that_is_asked_for(rank, world):
-    request = asked("ddp", "replicas")
-    request["planner"] = replace(request["planner"], redundancy=1)
-    with pytest.raises(DmuonError, match=r"redundancy=1, but the saved plan .* 4 times"):
-        dmuon.dedicate_params(laid_out(LAID["ddp"][0])[0], **request)
 
 
 # ---- links ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from tests.distributed.compare import assert_bitwise, gathered
+from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import REDUCING, layouts
 from tests.distributed.models import (
@@ -20,7 +20,6 @@ from tests.distributed.models import (
     batch,
     loss_of,
     seeded,
-    weights,
 )
 from tests.distributed.twins import MUON, both
 from tests.internals import C10dTransport
@@ -33,20 +32,6 @@ SINGLY = {
 }
 
 # ---- when published values are seen ----------------------------------------------------------
-
-
-@distributed(2)
-def test_weights_are_published_when_step_returns(rank, world):
-    """Code that holds the tensors reads them without a call to dmuon."""
-    with both(Net, "reduced", muon={"lr": 0.05}, **SINGLY) as pair:
-        pair.train([0])
-        before = weights(pair.model)
-        pair.backward(1)
-        pair.opt.step()
-        read = weights(pair.model)
-        pair.model(batch(5, pair.data_rank)[0])
-        assert_bitwise(weights(pair.model), read)
-        assert all((w - before[n]).any() for n, w in read.items() if "spare" not in n)
 
 
 @distributed(2)

@@ -29,7 +29,7 @@ from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
-from tests.distributed.models import Used, batch, loss_of, weights
+from tests.distributed.models import Used, batch, half, loss_of, weights
 from tests.distributed.twins import MUON, both
 
 # ---- any placement, any gradient -----------------------------------------------------------
@@ -88,7 +88,7 @@ EVERYTHING = {"select": lambda name, p: True}
 ORIGINAL = {"adjust_lr_fn": "original"}  # sees which side the outputs are on
 
 
-@distributed(2, 4)
+@distributed(4)
 def test_any_placement_on_any_dim(rank, world):
     on = [Shard(0), Shard(1), Shard(0), Shard(1), Shard(1), Shard(0), Replicate()]
     laid = placed(*on, Shard(0), Shard(1), Shard(2), Shard(0), Shard(1), Shard(2))
@@ -102,23 +102,18 @@ def test_any_placement_on_any_dim(rank, world):
 TURNED = {"tall": (20, 6), "tall2": (20, 6), "wide": (6, 20), "wide2": (6, 20), "stack": (2, 20, 6)}
 
 
-@pytest.mark.parametrize(
-    ("adjust", "placement"),
-    [("match_rms_adamw", Shard(1)), ("original", Replicate())],
-    ids=str,
-)
 @distributed(2)
-def test_a_matrix_and_its_transpose_in_one_batch(rank, world, adjust, placement):
+def test_a_matrix_and_its_transpose_in_one_batch(rank, world):
     costs = CostTable("made up", {(6, 20, "float32"): {1: 3.0, 8: 3.1}})  # batches are cheap
     build = lambda: Shapes(TURNED, conv=nn.Conv2d(5, 6, 2, bias=False))  # noqa: E731
-    asked = {"select": EVERYTHING, "muon": {"adjust_lr_fn": adjust}, "round": equal_gradients}
+    asked = {"select": EVERYTHING, "muon": ORIGINAL, "round": equal_gradients}
     asked |= {"request": {"costs": costs, "solver": "auto"}}
-    with both(build, placed(*[placement] * (len(TURNED) + 1)), **asked) as pair:
+    with both(build, placed(*[Replicate()] * (len(TURNED) + 1)), **asked) as pair:
         assert any(any(unit.transposed) for unit in pair.own.runtime.units)
         pair.train([0])
         pair.check()
         rms = pair.opt.stats()["update_rms"]
-        for name, value in rms.items() if adjust == "original" else ():
+        for name, value in rms.items():
             ratio = (20 / 6) ** 0.5 if name.startswith(("tall", "stack")) else 1.0
             assert 0.7 < value / (ratio / 20**0.5) < 1.3, (name, value)
 
@@ -129,8 +124,8 @@ def test_parameters_of_different_dtypes_in_one_model(rank, world, period):
     """Such as a float32 router in a bfloat16 model."""
 
     def build() -> nn.Module:
-        half = nn.Linear(20, 12).to(torch.bfloat16)
-        return nn.Sequential(nn.Linear(12, 20), half, nn.Linear(12, 6))
+        narrow = nn.Linear(20, 12).to(torch.bfloat16)
+        return nn.Sequential(nn.Linear(12, 20), narrow, nn.Linear(12, 6))
 
     def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for part in model:
@@ -148,30 +143,13 @@ def test_parameters_of_different_dtypes_in_one_model(rank, world, period):
         pair.train([1])  # a block step where the period is 2
 
 
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6))
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-@distributed(2)
-def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
-    with both(small, "fsdp2", muon={"eps": 1.2e-38}) as pair:
-        equal_gradients(pair, 0, scale)
-        pair.advance()
-        assert pair.opt.stats()["finite"]
-        pair.check()
-
-
 # ---- meshes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slow", [None, 3])
 @distributed(4)
-def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
-    """Also where one rank has measured products in bfloat16 as slow."""
-    is_fast = [rank != slow] if slow is not None else devices._has_bf16
-    half = {"muon": {"ns_dtype": torch.bfloat16}, "only": {"period": 2}}
-    with patch.object(devices, "_has_bf16", is_fast), both(layout="hsdp", **half) as pair:
+def test_replicas_are_bitwise_equal_where_one_rank_has_measured_bfloat16_as_slow(rank, world):
+    how = {"muon": {"ns_dtype": torch.bfloat16}, "only": {"period": 2}}
+    with patch.object(devices, "_has_bf16", [rank != 3]), both(layout="hsdp", **how) as pair:
         pair.train_alone(range(4))
         pair.opt.synchronize()
         assert_equal_replicas(pair.model)
@@ -239,7 +217,7 @@ def not_reduced(pair: Any, *names: str) -> None:
             grad.copy_(torch.randn(grad.shape, generator=generator) * 0.01)
 
 
-UNREDUCED = [(), ("blocks.1.down.weight",), ("blocks.0.norm.weight",)]
+UNREDUCED = [(), ("blocks.0.norm.weight",)]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +228,9 @@ def test_replicas_that_were_not_reduced_are_an_error_that_changes_nothing(rank, 
     """On all ranks, of all gradients or of one alone; where the host cannot read, one step later.
     What is not finite is skipped, and no error."""
     reads = host == "reads"
-    half = {"change": lambda model: model.to(dtype)}
+    how = {"change": lambda model: model.to(dtype)}
     for names in UNREDUCED:
-        with nullcontext() if reads else host_cannot_read(), both(Used, "hsdp", **half) as pair:
+        with nullcontext() if reads else host_cannot_read(), both(Used, "hsdp", **how) as pair:
             pair.train_alone([0])
             pair.backward(1)
             not_reduced(pair, *names)
@@ -293,16 +271,11 @@ def test_fsdp2_that_never_reduces_over_replicas_gives_no_gradient_and_a_warning(
         assert_bitwise(pair.snapshot(), before)
 
 
-@pytest.mark.parametrize(
-    ("host", "dtype"), [("reads", torch.bfloat16), ("cannot read", torch.float32)], ids=str
-)
 @distributed(4)
-def test_reduced_replicas_are_no_error(rank, world, dtype, host):
+def test_reduced_replicas_are_no_error(rank, world):
     """The 16th step compares again. By turns: accumulated with one all-reduce, clipped, zeros but
     for a matrix, none on one replica, none on one rank."""
-    half = {"change": lambda model: model.to(dtype)}
-    reads = host == "reads"
-    with nullcontext() if reads else host_cannot_read(), both(Used, "hsdp", **half) as pair:
+    with both(Used, "hsdp", change=half) as pair:
         for step in range(18):
             if step % 5 == 0:
                 pair.model.set_requires_all_reduce(False)
@@ -334,9 +307,9 @@ def numbered(shape: tuple[int, int], mesh: DeviceMesh, tp_dim: int, dp_dim: int)
     return layer.weight, whole
 
 
-@distributed(8)
+@distributed(4)
 def test_the_box_of_a_shard_is_what_lies_there(rank, world):
-    for shape in [(4, 2), (2, 4), (2, 2, 2)]:
+    for shape in [(2, 2), (2, 1, 2)]:
         mesh = mesh_of(shape, ("replicate", "dp", "tp")[-len(shape) :])
         # FSDP2 cuts evenly but for dim 0.
         cases = [((rows, 3), 0, 0) for rows in (3, 9, 25, 50257)]
@@ -348,7 +321,7 @@ def test_the_box_of_a_shard_is_what_lies_there(rank, world):
                 assert torch.equal(whole_tensor(weight), whole)
 
 
-@distributed(8)
+@distributed(4)
 def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
     """Neither torch's checkpoints nor its `set_state_dict` know where they lie."""
     whole = StateDictOptions(full_state_dict=True)
@@ -373,10 +346,10 @@ def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
             # Of other ranks torch's is empty where it goes to the CPU.
             return get_state_dict(model, opt, options=whole)
 
-    straight, _ = trained((4, 2), 0, 3)
-    half = trained((4, 2), 0, 2)
-    for shape, tolerance in [((4, 2), 0.0), ((8,), 1e-5)]:
-        assert_close(trained(shape, 2, 3, half)[0], straight, tolerance)
+    straight, _ = trained((2, 2), 0, 3)
+    saved = trained((2, 2), 0, 2)
+    for shape, tolerance in [((2, 2), 0.0), ((4,), 1e-5)]:
+        assert_close(trained(shape, 2, 3, saved)[0], straight, tolerance)
 
 
 # ---- models ------------------------------------------------------------------------------

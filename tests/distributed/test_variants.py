@@ -80,7 +80,7 @@ class Fast(dmuon.Rule):
         torch._foreach_lerp_(buffers, grads, 1.0)
 
 
-@cases("reduce_to_owner", "fsdp2")
+@cases("fsdp2")
 def test_a_rule_that_would_count_in_one_layout_only_is_refused(rank, world, name):
     """When it is given, when it is put into a group, and by the reference."""
     told = r"Fast\(\).*overrides 'advance'.*'accept' and the tuple 'state' alone"
@@ -177,22 +177,7 @@ def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
     assert sorted({float(c) for count in counts for c in count}) == [1.0, 2.0]
 
 
-@distributed(2)
-def test_what_a_variant_keeps_cannot_be_saved_by_one_rank(rank: int, world: int) -> None:
-    own = dmuon.ReplicatedOptions(timeout_s=2.0)
-    torch.manual_seed(0)
-    model = small_model()
-    dmuon.dedicate_params(model, options=own)
-    opt = dmuon.Muon(model, variant="normuon")
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    opt.step()
-    if rank == 0:
-        with pytest.raises(OwnershipError, match=r"opt\.state_dict\(\) is a collective call"):
-            opt.state_dict()
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "ep", "ddp", "reduce_to_owner", "dedicated"])
+@pytest.mark.parametrize("name", ["ep", "ddp", "dedicated"])
 @distributed(4)
 def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str) -> None:
     """Masters, narrow momentum and what a variant keeps: as many bytes as are saved."""
@@ -206,7 +191,7 @@ def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str
     first = training(1 << 20)
     first.train(range(1))
     planned = first.opt.ownership.plan.state_bytes
-    everywhere = {"ddp": world, "reduce_to_owner": world, "dedicated": 0}.get(name, 1)
+    everywhere = {"ddp": world, "dedicated": 0}.get(name, 1)
     expected = 0
     for entry in first.whole()["optim"]["state"].values():
         for key, value in entry.items():

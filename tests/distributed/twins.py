@@ -35,8 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
-from dmuon.config import Schedule
-from dmuon.dtensors import covering_mesh, local_tensor, whole_tensor
+from dmuon.dtensors import covering_mesh, whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
@@ -61,70 +60,6 @@ MUON: dict[str, Any] = {
 }  # fmt: skip
 
 # ---- the reference -----------------------------------------------------------------------------
-
-
-class BlockReference(ReferenceMuon):
-    """MuonBP in one process: in a block step each rank's part of a matrix is a matrix of its own.
-
-    ``holders``: for each parameter a tensor of its shape with the number of the rank that holds
-    the element; one of several replicas. A matrix that one rank holds always takes full steps.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        holders: Mapping[Tensor, Tensor],
-        period: Any = 1,
-        block_lr_ratio: float | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(model, **settings)
-        self.schedule, self.holders, self.ratio = Schedule(period), holders, block_lr_ratio or 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        full = self.schedule.is_full(self.schedule.t)
-        self.schedule.advance()
-        return super().step() if full else self.step_in_blocks()
-
-    @torch.no_grad()
-    def step_in_blocks(self) -> None:
-        orthogonalize = self._orthogonalize
-        for p, views in self._views.items():
-            if p.grad is None:
-                continue
-            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            for view in views:
-                ranks = view(self.holders[p])
-                numbers = ranks.unique().tolist()
-                ratio = self.ratio if len(numbers) > 1 else 1.0
-                self._orthogonalize = lambda x, ratio=ratio: orthogonalize(x) * ratio
-                for number in numbers:
-                    box = _box(ranks == number)
-                    blocks = (view(t)[box] for t in (p, p.grad, buffer))
-                    self._update(*blocks, self.param_groups[0], {})
-        self._orthogonalize = orthogonalize
-        if self.adamw is not None:
-            self.adamw.step()
-
-
-def _box(mask: Tensor) -> tuple[slice, ...]:
-    """Where it is true: a rectangle."""
-    places = mask.nonzero()
-    ends = zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
-    box = tuple(slice(first, last + 1) for first, last in ends)
-    assert bool(mask[box].all()), "a rank's part of a matrix is no rectangle"
-    return box
-
-
-def holders_of(model: nn.Module) -> dict[str, Tensor]:
-    """Which rank holds which element of each parameter; a collective call."""
-    found = {}
-    for name, p in trainable_parameters(model):
-        ranks = torch.zeros_like(p.detach())
-        local_tensor(ranks).fill_(dist.get_rank())
-        found[name] = whole_tensor(ranks).clone()
-    return found
 
 
 def grouped_references(
@@ -355,9 +290,9 @@ def both(
     Every rank starts from weights of its own where those of the first count.
     ``options``: fields of the layout's options; ``select``: `select`, `splits` and `heads`;
     ``request``: other arguments of `dedicate_params`; ``muon``: hyperparameters for both
-    optimizers, ``only``: for `Muon` alone, its ``period`` and ``block_lr_ratio`` also for the
-    twin; ``groups``: param groups, of named parameters; ``fsdp``: other arguments of `fully_shard`
-    for the rest; ``alone``: the optimizer plans by itself. ``more``: fields of `Both`, and
+    optimizers, ``only``: for `Muon` alone; ``groups``: param groups, of named parameters;
+    ``fsdp``: other arguments of `fully_shard` for the rest; ``alone``: the optimizer plans by
+    itself. ``more``: fields of `Both`, and
 
     - ``mesh``: another than the layout's own, ``seed``;
     - ``change``, done to model and twin, and ``wrap``, done to the model instead of what the
@@ -384,11 +319,6 @@ def both(
         chosen = ReferenceMuon(twin, **select)._views
         names = {name for name, p in trainable_parameters(twin) if p in chosen}
         refs = grouped_references(groups(twin), settings, names)
-    elif (only or {}).get("period", 1) != 1:
-        placed, named = holders_of(bare), trainable_parameters(twin)
-        block = {key: only[key] for key in ("period", "block_lr_ratio") if key in only}
-        holders = {p: placed[name] for name, p in named}
-        refs = [BlockReference(twin, holders, **block, **settings, **select)]
     else:
         refs = [ReferenceMuon(twin, **settings, **select)]
     more.setdefault("averages", laid is LAYOUTS["plain"])
