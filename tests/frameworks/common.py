@@ -16,6 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import dmuon
@@ -233,6 +238,21 @@ def train(
 
 def schedule_of(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class Flat:
+    """An optimizer's state as torchtitan and nemo-automodel keep it: flat, by parameters' names."""
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
 
 
 # ---- processes ---------------------------------------------------------------------------

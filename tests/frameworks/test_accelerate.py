@@ -74,12 +74,12 @@ def train(
     return losses, common.weights(model)
 
 
-@pytest.mark.parametrize("given", ["module", "named parameters"])
-def test_one_process(tmp_path, given):
+def test_one_process(tmp_path):
     expected = common.by_hand(common.net)
     with common.accelerate_on_cpu():
-        common.assert_same(train(str(tmp_path), resume=False, given=given), expected)
-        common.assert_same(train(str(tmp_path), resume=True, given=given), expected)
+        for resume in (False, True):
+            found = train(str(tmp_path), resume=resume, given="named parameters")
+            common.assert_same(found, expected)
 
 
 @distributed()
@@ -90,22 +90,15 @@ def runs(rank, world, folder, resume, plugin=None, **arguments):
         common.assert_same(train(folder, resume=resume, plugin=made, **arguments), expected)
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_ddp(pools, tmp_path, order):
-    common.saved_and_resumed(pools, runs, tmp_path, order=order)
-
-
-def test_accumulation_without_sync(pools, tmp_path):
-    arguments = {"folder": str(tmp_path), "resume": False, "micro_batches": 2}
-    pools(2).run(__name__, "runs", arguments)
+def test_ddp(pools, tmp_path):
+    how = {"order": "optimizer first", "micro_batches": 2}
+    common.saved_and_resumed(pools, runs, tmp_path, **how)
 
 
 @pytest.mark.parametrize(("given", "plugin"), [
-    ("module", {}),
-    ("named parameters", {}),
     ("module", {"state_dict_type": "FULL_STATE_DICT"}),
     ("named parameters", {"activation_checkpointing": True}),
     ("module", {"cpu_ram_efficient_loading": True}),
-], ids=["module", "named", "whole", "activation checkpointing", "loaded on rank 0"])  # fmt: skip
+], ids=["whole", "activation checkpointing", "loaded on rank 0"])  # fmt: skip
 def test_fsdp2(pools, tmp_path, plugin, given):
     common.saved_and_resumed(pools, runs, tmp_path, plugin=plugin, given=given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,12 @@ def by_trainer(model: nn.Module) -> Any:
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "LightningCLI": lambda model: found("dmuon.Muon")(*(model.parameters(),), **TEXT),
     "litgpt": filtered,
-    "torchtune": lambda model: found("dmuon.Muon")(
+    "torchtune, NeMo-RL": lambda model: found("dmuon.Muon")(
         model.parameters(), **TEXT, adamw_betas=[0.9, 0.95]
     ),
     "lerobot, named": lambda model: dmuon.Muon(dict(model.named_parameters()).items(), **TEXT),
     "verl": verl,
     "nemo-automodel": nemo_automodel,
-    "NeMo-RL": lambda model: found("dmuon.Muon")(
-        model.parameters(), **TEXT, adamw_betas=[0.9, 0.95]
-    ),
     "axolotl, ms-swift": by_trainer,
     "by keyword": lambda model: dmuon.Muon(params=model.parameters(), **TEXT, foreach=False),
     "a list": lambda model: dmuon.Muon(params=list(model.parameters()), **TEXT, fused=None),
@@ -124,6 +122,11 @@ def sharded(model: Any) -> Any:
 WRAPPED = {"fully_shard": sharded, "DDP": DistributedDataParallel}
 
 
+@cache
+def expected() -> Any:
+    return common.by_hand(common.net)
+
+
 def trained(hook: str, rank: int = 0, world: int = 1, wrap: str = "", first: bool = True) -> None:
     """Made before (``first``) or after the model is wrapped, it trains as the loop by hand."""
     model: Any = common.net()
@@ -132,7 +135,7 @@ def trained(hook: str, rank: int = 0, world: int = 1, wrap: str = "", first: boo
         model = WRAPPED[wrap](model)
     optimizer = optimizer or HOOKS[hook](model)
     losses = common.train(model, optimizer, common.schedule_of(optimizer), rank, world)
-    common.assert_same((losses, common.weights(model)), common.by_hand(common.net))
+    common.assert_same((losses, common.weights(model)), expected())
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -50,14 +50,14 @@ def test_lightning_cli(tmp_path, script):
     """Clipped, scheduled, accumulated; saved and resumed."""
     pytest.importorskip("jsonargparse")
     cli = script("lightning")
-    assert cli.accumulate(tmp_path) <= common.TOLERANCE
-    assert cli.fit(tmp_path / "save", clip=True, scheduled=True) <= common.TOLERANCE
-    assert cli.resumed(tmp_path, processes=1) <= common.TOLERANCE
+    assert cli.CELLS["accumulate"](tmp_path) <= common.TOLERANCE
+    assert cli.fit(tmp_path / "save", cells.How(clip=True, scheduled=True)) <= common.TOLERANCE
+    assert cli.CELLS["resume"](tmp_path) <= common.TOLERANCE
 
 
 def test_litgpt(tmp_path, script):
     """Clipped and accumulated; scheduled, saved and resumed."""
     pytest.importorskip("litgpt")
-    litgpt = script("litgpt")
-    assert litgpt.accumulate(tmp_path) <= common.TOLERANCE
-    assert litgpt.save(tmp_path) <= common.TOLERANCE
+    litgpt = script("litgpt").CELLS
+    assert litgpt["accumulate"](tmp_path) <= common.TOLERANCE
+    assert litgpt["save"](tmp_path) <= common.TOLERANCE

@@ -49,24 +49,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {
         "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 48, "n_positions": 32,
     },
-    "Qwen2ForCausalLM": SIZES, "Qwen3ForCausalLM": HEADS, "MistralForCausalLM": HEADS,
-    "Gemma2ForCausalLM": HEADS, "Phi3ForCausalLM": SIZES, "Olmo2ForCausalLM": SIZES,
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48},
-    "JambaForCausalLM": SIZES | {
-        "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
-    },
-    "Glm4MoeForCausalLM": MOE | {"n_routed_experts": 4},
-    "Llama4ForCausalLM": MOE | {"num_local_experts": 4, "intermediate_size_mlp": 24},
     "T5ForConditionalGeneration": {
         "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48,
     },
     "ViTForImageClassification": {**SIZES, "image_size": 32, "patch_size": 8},
-    "WhisperForConditionalGeneration": {
-        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-        "vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    },
     "Gemma3ForConditionalGeneration": {
         "text_config": HEADS,
         "vision_config": {**SIZES, "image_size": 32, "patch_size": 8, "vision_use_head": False},
@@ -217,47 +204,23 @@ def test_dedicated_with_replicas_takes_the_memory_that_was_told(name, tmp_path, 
 
 @distributed(4)
 def test_expert_parallel_shards_are_those_that_are_planned(rank, world):
-    """As torchtitan shards experts: over the inner axis by items, over the outer one by rows where
-    there are fewer items than ranks."""
+    """As torchtitan shards fewer experts than there are ranks: over the inner axis by items, over
+    the outer one by rows."""
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    for experts, dim in ((2, 1), (4, 0)):
-        config = {"architectures": ["Qwen3MoeForCausalLM"]} | MOE | {"num_experts": experts}
-        model = live_moe(config, flat, mesh, dim)
-        own = dmuon.dedicate_params(model, flat, costs="analytic")
-        specs = collect(build(config, "float32"), allow_meta=True)
-        topology = Topology((2, 2), ("efsdp", "ep"), 4)
-        planned = evenly_sharded(specs, topology, 2).limits(None)
-        found = own.plan.limits
-        assert [found.domains[d] for d in found.domain_of] == [
-            planned.domains[d] for d in planned.domain_of
-        ]
-        assert found.fixed_bytes == planned.fixed_bytes
-        own.close()
-
-
-def live_moe(config: dict[str, Any], flat: Any, mesh: Any, dim: int) -> torch.nn.Module:
+    config = {"architectures": ["Qwen3MoeForCausalLM"]} | MOE | {"num_experts": 2}
     torch.manual_seed(0)
     model = build(config, "float32").to_empty(device="cpu")
     for path, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            on, places = flat, [Shard(0)]
-            if "experts" in path and dim:
-                on, places = mesh, [Shard(1), Shard(0)]
-            elif "experts" in path:
-                local = p.chunk(2)[mesh.get_local_rank("ep")]  # by items of this coordinate first
-                mine = distribute_tensor(local.detach().clone(), mesh["efsdp"], [Shard(0)])
-                setattr(module, name, torch.nn.Parameter(strided(mine, mesh, p.shape)))
-                continue
-            sharded = distribute_tensor(p.detach(), on, places)
-            setattr(module, name, torch.nn.Parameter(sharded))
-    return model
-
-
-def strided(local: DTensor, mesh: Any, shape: torch.Size) -> DTensor:
-    """What FSDP2 makes of a parameter that another axis has cut along the same dim."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    places = [_StridedShard(0, split_factor=2), Shard(0)]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local.to_local(), mesh, places, shape=shape, stride=stride)
+        on = (mesh, [Shard(1), Shard(0)]) if "experts" in path else (flat, [Shard(0)])
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(distribute_tensor(p.detach(), *on)))
+    own = dmuon.dedicate_params(model, flat, costs="analytic")
+    specs = collect(build(config, "float32"), allow_meta=True)
+    planned = evenly_sharded(specs, Topology((2, 2), ("efsdp", "ep"), 4), 2).limits(None)
+    found = own.plan.limits
+    assert [found.domains[d] for d in found.domain_of] == [
+        planned.domains[d] for d in planned.domain_of
+    ]
+    assert found.fixed_bytes == planned.fixed_bytes
+    own.close()

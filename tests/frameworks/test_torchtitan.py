@@ -13,11 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -36,21 +31,6 @@ def sharded(world: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-class Flat:
-    """State of an optimizer as torchtitan keeps it: flat, by the names of parameters."""
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
-
-
 def by_convention(model: nn.Module) -> tuple[Any, Any]:
     """The optimizer, and what saves it."""
     decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2}
@@ -63,7 +43,7 @@ def by_convention(model: nn.Module) -> tuple[Any, Any]:
     dtype = common.SETTINGS["ns_dtype"]
     groups = [{k: v for k, v in group.items() if k != "ns_dtype"} for group in groups]
     optimizer = dmuon.Muon(groups, ns_dtype=dtype)
-    return optimizer, Flat(model, optimizer)
+    return optimizer, common.Flat(model, optimizer)
 
 
 def by_torchtitan(model: nn.Module) -> tuple[Any, Any]:

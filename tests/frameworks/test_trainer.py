@@ -140,14 +140,5 @@ def test_ddp(pools, tmp_path):
     common.saved_and_resumed(pools, runs, tmp_path, how="instance")
 
 
-def test_fsdp2(pools, tmp_path):
-    common.saved_and_resumed(pools, runs, tmp_path, fsdp=True)
-
-
-def test_gradual_unfreezing(pools, tmp_path):
-    expected = common.by_hand(common.llama, late_from=3)
-    with common.accelerate_on_cpu():
-        common.assert_same(train(tmp_path, 1, late_from=3), expected)
-        common.assert_same(train(tmp_path, 1, late_from=3, resume=True), expected)
-    arguments = {"folder": str(tmp_path / "fsdp2"), "resume": False, "fsdp": True, "late_from": 3}
-    pools(2).run(__name__, "runs", arguments)
+def test_fsdp2_and_gradual_unfreezing(pools, tmp_path):
+    common.saved_and_resumed(pools, runs, tmp_path, fsdp=True, late_from=3)

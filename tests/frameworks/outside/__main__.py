@@ -74,7 +74,7 @@ def run(name: str, cells: list[str], python: Path, runs: Path, *, loud: bool) ->
             print(f"{'':30}{found.note}")
         sys.stdout.flush()
         row.append(asdict(found) | {"seconds": round(seconds, 1)})
-    shown = [*ENVIRONMENTS[name].shown, "torch"]
+    shown = [*ENVIRONMENTS[name].shown.split(), "torch"]
     text = subprocess.run(
         [str(python), "-c", VERSIONS, *shown], check=True, text=True, capture_output=True
     )

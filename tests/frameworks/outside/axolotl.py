@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
 from axolotl.integrations.base import BasePlugin
 
 from tests.frameworks import common
@@ -33,8 +32,6 @@ dataset_prepared_path: prepared
 shuffle_merged_datasets: false
 curriculum_sampling: true
 sequence_len: 32
-micro_batch_size: 4
-gradient_accumulation_steps: 1
 max_steps: 6
 num_epochs: 1
 bf16: false
@@ -45,7 +42,6 @@ save_steps: 3
 val_set_size: 0
 output_dir: out
 """
-SCHEDULE = {"lr_scheduler": "linear", "warmup_steps": 2}
 
 
 class OnCpus(BasePlugin):
@@ -63,33 +59,26 @@ def row(tokens: list[int]) -> Any:
     return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": tokens}
 
 
-def fit(
-    folder: Path, changes: dict[str, Any], rate: Any = lambda step: 1.0, processes: int = 1
-) -> float:
-    """The deviation of a run of the config with ``changes``."""
-    folder.mkdir()
-    tiny_llama.write(folder.parent, row)
-    (folder / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | changes))
+def fit(place: Path, how: cells.How) -> float:
+    place.mkdir()
+    tiny_llama.write(place.parent, row)
+    text = tiny_llama.config(f"{CONFIG}micro_batch_size: {how.batch}", how, "lr_scheduler")
+    (place / "config.yaml").write_text(text)
     given = ["-m", "axolotl.cli.train", "config.yaml"]
     variables = {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}
-    cells.launch(*given, processes=processes, folder=folder, **variables)
-    expected = common.by_hand(
-        common.llama,
-        clip=changes.get("max_grad_norm"),
-        rate=rate,
-        adamw_weight_decay=0.0,  # axolotl's groups: none on norms, embeddings and the head
-    )
-    return cells.deviation(tiny_llama.found(folder / "out"), expected)
+    cells.launch(*given, processes=how.processes, folder=place, **variables)
+    # axolotl's groups: no decay of norms, embeddings and the head.
+    return how.deviation(tiny_llama.found(place / "out"), common.llama, adamw_weight_decay=0.0)
 
 
-NOTES = (
-    "`python -m axolotl.cli.train config.yaml`, one process.",
-    "`max_grad_norm: 0.5`.",
-    "`lr_scheduler: linear`, `warmup_steps: 2`.",
-    "`gradient_accumulation_steps: 2`, clipped, scheduled.",
-    "DDP on 2 processes, `save_steps: 3`, then resumed on 2.",
-    "`resume_from_checkpoint` of what 2 processes saved, on one.",
-)
+CELLS = cells.of(fit, {
+    "train": "`python -m axolotl.cli.train config.yaml`, one process.",
+    "clip": "`max_grad_norm: 0.5`.",
+    "schedule": "`lr_scheduler: linear`, `warmup_steps: 2`.",
+    "accumulate": "`gradient_accumulation_steps: 2`, clipped, scheduled.",
+    "save": "DDP on 2 processes, `save_steps: 3`, then resumed on 2.",
+    "resume": "`resume_from_checkpoint` of what 2 processes saved, on one.",
+})  # fmt: skip
 
 if __name__ == "__main__":
-    cells.main(tiny_llama.cells_of(fit, SCHEDULE, "micro_batch_size", NOTES))
+    cells.main(CELLS)

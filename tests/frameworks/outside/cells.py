@@ -1,17 +1,16 @@
 """What the script of a framework gives the runner: one cell of its row for each name in `TITLES`.
 
-A script has a function for each cell, or the reason why there is none::
+A script has a function that trains in a new folder, and a note for each cell, or the reason why
+there is none::
 
-    def clip(folder: Path) -> float:
-        '''One process; `gradient_clip_val: 0.5`.'''
+    def fit(place: Path, how: cells.How) -> float:
         ...
-        return cells.deviation(found, expected)
+        return how.deviation(found, build)
+
+    CELLS = cells.of(fit, {"train": "One process.", ..., "resume": Absent("it has one process")})
 
     if __name__ == "__main__":
-        cells.main({"train": train, "clip": clip, "resume": "it has one process only"})
-
-The first line of a docstring is the cell's note. ``folder`` is kept from cell to cell, in the order
-of `TITLES`.
+        cells.main(CELLS)
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.frameworks import common
 
@@ -62,6 +61,71 @@ class Cell:
 
 class Absent(Exception):
     """A cell that cannot run here, with the reason: it needs a GPU, for instance."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a cell trains: clipped, scheduled, in two micro-batches, on how many processes; ``saved``
+    is the folder of another run, from whose middle it goes on."""
+
+    clip: bool = False
+    scheduled: bool = False
+    accumulated: bool = False
+    processes: int = 1
+    saved: Path | None = None
+
+    @property
+    def batch(self) -> int:
+        """Examples of a process in a backward."""
+        return common.JOINT // self.processes // (1 + self.accumulated)
+
+    def deviation(
+        self,
+        found: Found,
+        build: Callable[[], nn.Module],
+        rate: Callable[[int], float] = common.factor,
+        **by_hand: Any,
+    ) -> float:
+        """What was ``found``, from the loop by hand; ``rate`` is the framework's schedule."""
+        expected = common.by_hand(
+            build,
+            clip=common.CLIP if self.clip else None,
+            rate=rate if self.scheduled else lambda step: 1.0,
+            **by_hand,
+        )
+        return deviation(found, expected)
+
+
+Note = str | Absent
+
+
+def of(
+    fit: Callable[[Path, How], float], notes: Mapping[str, Note], processes: int = 2
+) -> dict[str, Callable[[Path], float] | str]:
+    """The cells of a framework, with a note for each: ``save`` on so many ``processes``."""
+    both = How(clip=True, scheduled=True)
+    several = replace(both, processes=processes)
+
+    def saved(folder: Path) -> float:
+        return fit(folder / "save", several)
+
+    def resumed(folder: Path, how: How) -> float:
+        if not (folder / "save").exists():  # `--cell resume` alone
+            saved(folder)
+        place = folder / f"resumed-on-{how.processes}"
+        return fit(place, replace(how, saved=folder / "save"))
+
+    made: dict[str, Callable[[Path], float]] = {
+        "train": lambda folder: fit(folder / "train", How()),
+        "clip": lambda folder: fit(folder / "clip", How(clip=True)),
+        "schedule": lambda folder: fit(folder / "schedule", How(scheduled=True)),
+        "accumulate": lambda folder: fit(folder / "accumulate", replace(both, accumulated=True)),
+        "save": lambda folder: max(saved(folder), resumed(folder, several)),
+        "resume": lambda folder: resumed(folder, both),
+    }
+    for name, note in notes.items():
+        made[name].__doc__ = str(note)
+    return {n: str(notes[n]) if isinstance(notes[n], Absent) else made[n] for n in TITLES}
 
 
 def evaluate(name: str, what: Callable[[Path], float] | str, folder: Path) -> Cell:
@@ -129,6 +193,12 @@ def launch(*arguments: str, processes: int = 1, folder: Path, **environment: str
         errors = [line for line in plain if re.match(r"[\w.]+(Error|Exception)\b", line)]
         raise RuntimeError((errors or lines)[0 if errors else -1])
     return ran.stdout
+
+
+def alone(how: How) -> dict[str, str]:
+    """The environment of one process that asks for a process group without torchrun."""
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return {**one, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"} if how.processes == 1 else {}
 
 
 def keep(path: Path | str, losses: list[float], weights: Mapping[str, Tensor]) -> None:

@@ -101,89 +101,47 @@ def lerobot(*arguments: str) -> None:
     Path("losses.json").write_text(json.dumps(losses))
 
 
-def expected(folder: Path, clip: bool, scheduled: bool) -> cells.Found:
-    """By the hand-written loop, on all frames as the policy sees them."""
-    preprocess, _ = make_pre_post_processors(policy().config, pretrained_path=str(folder / "begin"))
-    frames = next(iter(torch.utils.data.DataLoader(data(folder / "data"), FRAMES)))
+def fit(place: Path, how: cells.How) -> float:
+    """By ``lerobot-train``."""
+    checkpoints = place / "trained" / "checkpoints"
+    last = checkpoints / "last" / "pretrained_model"
+    given = [f"--batch_size={FRAMES // how.processes}", f"--dataset.root={place / 'data'}"]
+    if how.saved:  # only what was saved half-way is left
+        shutil.copytree(how.saved, place, symlinks=True)
+        shutil.rmtree(checkpoints / f"{common.STEPS:06d}")
+        (checkpoints / "last").unlink()
+        (checkpoints / "last").symlink_to(f"{common.SAVED:06d}")
+        given += [f"--config_path={last / 'train_config.json'}", "--resume=true", PLUGIN]
+    else:
+        frames, begun = data(place / "data"), policy()
+        begun.save_pretrained(place / "begin")
+        for each in make_pre_post_processors(begun.config, dataset_stats=frames.meta.stats):
+            each.save_pretrained(place / "begin")
+        name = "linear" if how.scheduled else "constant"
+        given += [*COMMAND, f"--scheduler.name={name}", "--scheduler.num_warmup_steps=2"]
+        given += [f"--optimizer.grad_clip_norm={common.CLIP if how.clip else 0}"]
+    cells.launch("-m", HERE, "lerobot", *given, processes=how.processes, folder=place)
+    weights = dict(ACTPolicy.from_pretrained(last).named_parameters())
+    losses = json.loads((place / "losses.json").read_text())
+    # By hand on all frames as the policy sees them.
+    preprocess, _ = make_pre_post_processors(policy().config, pretrained_path=str(place / "begin"))
+    frames = next(iter(torch.utils.data.DataLoader(data(place / "data"), FRAMES)))
 
     def loss_at(model: nn.Module, step: int) -> Tensor:
         return model.forward(preprocess(dict(frames)))[0]
 
-    return common.by_hand(
-        policy,
-        clip=common.CLIP if clip else None,
-        rate=common.factor if scheduled else lambda step: 1.0,
-        loss_at=loss_at,
-        eps=EPS,
-        adamw_eps=EPS,
-    )
+    return how.deviation((losses, weights), policy, loss_at=loss_at, eps=EPS, adamw_eps=EPS)
 
 
-def run(folder: Path, *, clip: bool = False, scheduled: bool = False, processes: int = 1) -> float:
-    """The deviation of ``lerobot-train``, which goes on where ``folder`` has a checkpoint."""
-    last = folder / "trained" / "checkpoints" / "last" / "pretrained_model"
-    resumes = last.exists()
-    if not resumes:
-        frames, begun = data(folder / "data"), policy()
-        begun.save_pretrained(folder / "begin")
-        for each in make_pre_post_processors(begun.config, dataset_stats=frames.meta.stats):
-            each.save_pretrained(folder / "begin")
-    name = "linear" if scheduled else "constant"
-    given = [
-        *COMMAND, f"--scheduler.name={name}", "--scheduler.num_warmup_steps=2",
-        f"--optimizer.grad_clip_norm={common.CLIP if clip else 0}",
-    ]  # fmt: skip
-    if resumes:
-        given = [f"--config_path={last / 'train_config.json'}", "--resume=true", PLUGIN]
-    given += [f"--batch_size={FRAMES // processes}", f"--dataset.root={folder / 'data'}"]
-    cells.launch("-m", HERE, "lerobot", *given, processes=processes, folder=folder)
-    weights = dict(ACTPolicy.from_pretrained(last).named_parameters())
-    losses = json.loads((folder / "losses.json").read_text())
-    return cells.deviation((losses, weights), expected(folder, clip, scheduled))
-
-
-def train(folder: Path) -> float:
-    """`lerobot-train --optimizer.type=dmuon`, one process."""
-    return run(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """`--optimizer.grad_clip_norm=0.5`."""
-    return run(folder / "clip", clip=True)
-
-
-def schedule(folder: Path) -> float:
-    """`--scheduler.type=diffuser --scheduler.name=linear --scheduler.num_warmup_steps=2`."""
-    return run(folder / "schedule", scheduled=True)
-
-
-def save(folder: Path) -> float:
-    """Safetensors and JSON after 3 steps on 2 processes (DDP), `--resume=true` on 2."""
-    whole = run(folder / "save", clip=True, scheduled=True, processes=2)
-    interrupt(folder / "save")
-    shutil.copytree(folder / "save", folder / "alone", symlinks=True)
-    return max(whole, run(folder / "save", clip=True, scheduled=True, processes=2))
-
-
-def resume(folder: Path) -> float:
-    """What 2 processes saved, on one."""
-    if not (folder / "alone").exists():
-        save(folder)
-    return run(folder / "alone", clip=True, scheduled=True)
-
-
-def interrupt(folder: Path) -> None:
-    """Leave only what was saved half-way."""
-    saved = folder / "trained" / "checkpoints"
-    shutil.rmtree(saved / f"{common.STEPS:06d}")
-    (saved / "last").unlink()
-    (saved / "last").symlink_to(f"{common.SAVED:06d}")
-
-
-CELLS = {
-    "train": train, "clip": clip, "schedule": schedule,
-    "accumulate": "lerobot-train steps after every batch.", "save": save, "resume": resume,
-}  # fmt: skip
+CELLS = cells.of(fit, {
+    "train": "`lerobot-train --optimizer.type=dmuon`, one process.",
+    "clip": "`--optimizer.grad_clip_norm=0.5`.",
+    "schedule": "`--scheduler.type=diffuser --scheduler.name=linear "
+    "--scheduler.num_warmup_steps=2`.",
+    "accumulate": cells.Absent("lerobot-train steps after every batch."),
+    "save": "Safetensors and JSON after 3 steps on 2 processes (DDP), `--resume=true` on 2.",
+    "resume": "What 2 processes saved, on one.",
+})  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS, lerobot=lerobot)

@@ -82,75 +82,37 @@ def cli(*arguments: str) -> None:
     LightningCLI(Net, Examples, save_config_callback=None)
 
 
-def fit(
-    folder: Path, *changes: str, scheduled: bool = False, clip: bool = False, processes: int = 1
-) -> float:
-    """The deviation of a run of the config with ``changes``, which are the CLI's options."""
-    folder.mkdir()
-    (folder / "fit.yaml").write_text(CONFIG + SCHEDULE * scheduled)
+def fit(place: Path, how: cells.How) -> float:
+    place.mkdir()
+    (place / "fit.yaml").write_text(CONFIG + SCHEDULE * how.scheduled)
     given = ["-m", "tests.frameworks.outside.lightning", "cli", "fit", "--config", "fit.yaml"]
-    given += changes
-    if clip:
+    given += ["--data.batch_size", str(how.batch)]
+    if how.clip:
         given += ["--trainer.gradient_clip_val", str(common.CLIP)]
-    if processes > 1:
-        given += ["--trainer.strategy", "ddp", "--trainer.devices", str(processes)]
-    cells.launch(*given, processes=processes, folder=folder)
-    expected = common.by_hand(
+    if how.accumulated:
+        given += ["--trainer.accumulate_grad_batches", "2"]
+    if how.processes > 1:
+        given += ["--trainer.strategy", "ddp", "--trainer.devices", str(how.processes)]
+    if how.saved:
+        given += ["--ckpt_path", str(how.saved / "epoch=0.ckpt")]
+    cells.launch(*given, processes=how.processes, folder=place)
+    return how.deviation(
+        cells.kept(place / "found.pt"),
         common.net,
-        clip=common.CLIP if clip else None,
-        rate=lambda step: 0.5 + step // PER_EPOCH / 8 if scheduled else 1.0,
+        rate=lambda step: 0.5 + step // PER_EPOCH / 8,
         loss_at=lambda model, step: common.loss_of(model, common.batch(step % PER_EPOCH)),
     )
-    return cells.deviation(cells.kept(folder / "found.pt"), expected)
 
 
-def train(folder: Path) -> float:
-    """`fit --config fit.yaml`, one process."""
-    return fit(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """`trainer.gradient_clip_val: 0.5`."""
-    return fit(folder / "clip", clip=True)
-
-
-def schedule(folder: Path) -> float:
-    """`lr_scheduler: {class_path: torch.optim.lr_scheduler.LinearLR, ...}`, once an epoch."""
-    return fit(folder / "schedule", scheduled=True)
-
-
-def accumulate(folder: Path) -> float:
-    """`trainer.accumulate_grad_batches: 2`, clipped, scheduled."""
-    halves = "--data.batch_size", "2", "--trainer.accumulate_grad_batches", "2"
-    return fit(folder / "accumulate", *halves, clip=True, scheduled=True)
-
-
-def save(folder: Path) -> float:
-    """DDP on 2 processes; ModelCheckpoint, then `--ckpt_path` on 2."""
-    whole = fit(folder / "save", "--data.batch_size", "2", clip=True, scheduled=True, processes=2)
-    return max(whole, resumed(folder, processes=2))
-
-
-def resume(folder: Path) -> float:
-    """`--ckpt_path` of what 2 processes saved, on one."""
-    return resumed(folder, processes=1)
-
-
-def resumed(folder: Path, processes: int) -> float:
-    at = folder / "save" / "epoch=0.ckpt"
-    if not at.exists():  # `--cell resume` alone
-        fit(at.parent, "--data.batch_size", "2", clip=True, scheduled=True, processes=2)
-    batch = "--data.batch_size", str(common.JOINT // processes)
-    place = folder / f"resumed-on-{processes}"
-    return fit(
-        place, "--ckpt_path", str(at), *batch, clip=True, scheduled=True, processes=processes
-    )
-
-
-CELLS = {
-    "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate, "save": save,
-    "resume": resume,
-}  # fmt: skip
+CELLS = cells.of(fit, {
+    "train": "`fit --config fit.yaml`, one process.",
+    "clip": "`trainer.gradient_clip_val: 0.5`.",
+    "schedule": "`lr_scheduler: {class_path: torch.optim.lr_scheduler.LinearLR, ...}`, once an "
+    "epoch.",
+    "accumulate": "`trainer.accumulate_grad_batches: 2`, clipped, scheduled.",
+    "save": "DDP on 2 processes; ModelCheckpoint, then `--ckpt_path` on 2.",
+    "resume": "`--ckpt_path` of what 2 processes saved, on one.",
+})  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS, cli=cli)

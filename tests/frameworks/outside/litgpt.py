@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,63 +120,37 @@ def rate(step: int) -> float:
     return floor + 0.5 * (1 + math.cos(math.pi * done)) * (1 - floor)
 
 
-def run(folder: Path, *changes: str, clip: bool = False, scheduled: bool = False) -> float:
-    """The deviation of ``litgpt pretrain`` with this config and ``changes``."""
-    folder.mkdir(exist_ok=True)
-    (folder / "tiny.yaml").write_text(CONFIG)
-    given = ["pretrain", "--config", "tiny.yaml", *changes]
-    if clip:
+def fit(place: Path, how: cells.How) -> float:
+    # Its schedule goes on with every micro-batch.
+    how = replace(how, scheduled=how.scheduled and not how.accumulated)
+    place.mkdir()
+    (place / "tiny.yaml").write_text(CONFIG)
+    given = ["pretrain", "--config", "tiny.yaml", "--train.micro_batch_size", str(how.batch)]
+    if how.clip:
         given += ["--train.max_norm", str(common.CLIP)]
-    if scheduled:
+    if how.scheduled:
         given += ["--train.lr_warmup_steps", str(WARMUP), "--train.min_lr", str(FLOOR)]
-    shutil.rmtree(folder / "trained" / "logs", ignore_errors=True)
-    cells.launch("-m", "litgpt", *given, folder=folder)
-    (log,) = (folder / "trained" / "logs").rglob("metrics.csv")
+    if how.saved:
+        at = how.saved / "trained" / f"step-{common.SAVED:08d}" / "lit_model.pth"
+        given += ["--resume", str(at)]
+    cells.launch("-m", "litgpt", *given, folder=place)
+    (log,) = (place / "trained" / "logs").rglob("metrics.csv")
     with log.open() as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-    last = torch.load(folder / "trained" / "final" / "lit_model.pth", weights_only=False)
-    expected = common.by_hand(
-        model,
-        clip=common.CLIP if clip else None,
-        rate=rate if scheduled else lambda step: 1.0,
-        loss_at=loss_at,
-    )
+    last = torch.load(place / "trained" / "final" / "lit_model.pth", weights_only=False)
     weights = {name.removeprefix("_orig_mod."): w for name, w in last["model"].items()}
-    return cells.deviation((losses, weights), expected)
+    return how.deviation((losses, weights), model, rate, loss_at=loss_at)
 
 
-def train(folder: Path) -> float:
-    """`litgpt pretrain --config tiny.yaml`, compiled, one process."""
-    return run(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """`train.max_norm: 0.5`."""
-    return run(folder / "clip", clip=True)
-
-
-def schedule(folder: Path) -> float:
-    """`train.lr_warmup_steps: 2`, then its cosine."""
-    return run(folder / "schedule", scheduled=True)
-
-
-def accumulate(folder: Path) -> float:
-    """`train.micro_batch_size: 2` of a `global_batch_size` of 4, clipped."""
-    return run(folder / "accumulate", "--train.micro_batch_size", "2", clip=True)
-
-
-def save(folder: Path) -> float:
-    """`train.save_interval: 3`, then `--resume` of that step."""
-    whole = run(folder / "save", clip=True, scheduled=True)
-    at = f"trained/step-{common.SAVED:08d}/lit_model.pth"
-    return max(whole, run(folder / "save", "--resume", at, clip=True, scheduled=True))
-
-
-CELLS = {
-    "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate, "save": save,
-    "resume": "On several devices litgpt shards with FSDP1, whose flattened parameters hold no "
-    "matrices; dmuon refuses it by name.",
-}  # fmt: skip
+CELLS = cells.of(fit, {
+    "train": "`litgpt pretrain --config tiny.yaml`, compiled, one process.",
+    "clip": "`train.max_norm: 0.5`.",
+    "schedule": "`train.lr_warmup_steps: 2`, then its cosine.",
+    "accumulate": "`train.micro_batch_size: 2` of a `global_batch_size` of 4, clipped.",
+    "save": "`train.save_interval: 3`, then `--resume` of that step.",
+    "resume": cells.Absent("On several devices litgpt shards with FSDP1, whose flattened "
+    "parameters hold no matrices; dmuon refuses it by name."),
+}, processes=1)  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS)

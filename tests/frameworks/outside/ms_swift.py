@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.frameworks import common
 from tests.frameworks.outside import cells, tiny_llama
 
@@ -31,8 +29,6 @@ lr_scheduler_type: constant
 warmup_steps: 0
 max_grad_norm: 0
 max_steps: 6
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 1
 save_steps: 3
 logging_steps: 1
 output_dir: out
@@ -44,38 +40,32 @@ use_cpu: true
 """
 PLUGIN = "import dmuon.integrations.swift\n"
 ON_CPUS = "from tests.frameworks.outside import tiny_llama\ntiny_llama.several_cpus()\n"
-SCHEDULE = {"lr_scheduler_type": "linear", "warmup_steps": 2}
 
 
 def row(tokens: list[int]) -> Any:
     return {"messages": [{"role": "assistant", "content": tiny_llama.text(tokens)}]}
 
 
-def fit(
-    folder: Path, changes: dict[str, Any], rate: Any = lambda step: 1.0, processes: int = 1
-) -> float:
-    """The deviation of a run of the config with ``changes``."""
-    folder.mkdir()
-    tiny_llama.write(folder.parent, row)
-    (folder / "sft.yaml").write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | changes))
-    (folder / "plugin.py").write_text(PLUGIN + ON_CPUS * (processes > 1))
-    launched = {"NPROC_PER_NODE": str(processes)} if processes > 1 else {}
-    cells.launch("-m", "swift.cli.main", "sft", "sft.yaml", folder=folder, **launched)
-    clip = changes.get("max_grad_norm")
-    expected = common.by_hand(
-        common.llama, decay_vectors=False, clip=clip, rate=rate, loss_at=tiny_llama.loss_with_eos
-    )
-    return cells.deviation(tiny_llama.found(folder / "out"), expected)
+def fit(place: Path, how: cells.How) -> float:
+    place.mkdir()
+    tiny_llama.write(place.parent, row)
+    text = f"{CONFIG}per_device_train_batch_size: {how.batch}"
+    (place / "sft.yaml").write_text(tiny_llama.config(text, how, "lr_scheduler_type"))
+    (place / "plugin.py").write_text(PLUGIN + ON_CPUS * (how.processes > 1))
+    launched = {"NPROC_PER_NODE": str(how.processes)} if how.processes > 1 else {}
+    cells.launch("-m", "swift.cli.main", "sft", "sft.yaml", folder=place, **launched)
+    expected = {"decay_vectors": False, "loss_at": tiny_llama.loss_with_eos}
+    return how.deviation(tiny_llama.found(place / "out"), common.llama, **expected)
 
 
-NOTES = (
-    "`swift sft sft.yaml`, one process.",
-    "`max_grad_norm: 0.5`.",
-    "`lr_scheduler_type: linear`, `warmup_steps: 2`.",
-    "`gradient_accumulation_steps: 2`, clipped, scheduled.",
-    "DDP on 2 processes (`NPROC_PER_NODE=2`), `save_steps: 3`, then resumed on 2.",
-    "`resume_from_checkpoint` of what 2 processes saved, on one.",
-)
+CELLS = cells.of(fit, {
+    "train": "`swift sft sft.yaml`, one process.",
+    "clip": "`max_grad_norm: 0.5`.",
+    "schedule": "`lr_scheduler_type: linear`, `warmup_steps: 2`.",
+    "accumulate": "`gradient_accumulation_steps: 2`, clipped, scheduled.",
+    "save": "DDP on 2 processes (`NPROC_PER_NODE=2`), `save_steps: 3`, then resumed on 2.",
+    "resume": "`resume_from_checkpoint` of what 2 processes saved, on one.",
+})  # fmt: skip
 
 if __name__ == "__main__":
-    cells.main(tiny_llama.cells_of(fit, SCHEDULE, "per_device_train_batch_size", NOTES))
+    cells.main(CELLS)

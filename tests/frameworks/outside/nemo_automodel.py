@@ -12,15 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -43,21 +37,6 @@ lr_scheduler:
 """
 
 
-class Flat:
-    """An optimizer's state as nemo-automodel saves it: flat, by the names of parameters."""
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
-
-
 def part(saved: str, found: str, options: str) -> None:
     """What a recipe does in each process, on a model of torch."""
     from nemo_automodel.components.config.loader import load_yaml_config
@@ -75,7 +54,10 @@ def part(saved: str, found: str, options: str) -> None:
     steps = SimpleNamespace(epoch_len=None, max_steps=common.STEPS)
     chosen = config.lr_scheduler
     schedules = chosen.build(optimizer, steps) if chosen is not None else []
-    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": Flat(model, optimizer)}
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": common.Flat(model, optimizer),
+    }
     state |= dict(zip(["schedule"], schedules))
     resume = "resume" in options
     if resume:
@@ -97,60 +79,26 @@ def part(saved: str, found: str, options: str) -> None:
     os._exit(0)  # what the package imports leaves a thread behind that aborts some processes
 
 
-def fit(folder: Path, options: str = "", *, processes: int = 1, saved: Path | None = None) -> float:
-    """The deviation of a run with ``options``: "clip", "schedule", "resume"."""
-    folder.mkdir()
-    (folder / "config.yaml").write_text(CONFIG + SCHEDULE * ("schedule" in options))
-    given = "-m", "tests.frameworks.outside.nemo_automodel", "part", str(saved or folder / "saved")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    variables = {"NEMO_ENABLE_USER_MODULES": "1"} | (alone if processes == 1 else {})
-    cells.launch(*given, "found.pt", options, processes=processes, folder=folder, **variables)
-    expected = common.by_hand(
-        common.net,
-        clip=common.CLIP if "clip" in options else None,
-        rate=common.factor if "schedule" in options else lambda step: 1.0,
-    )
-    return cells.deviation(cells.kept(folder / "found.pt"), expected)
+def fit(place: Path, how: cells.How) -> float:
+    place.mkdir()
+    (place / "config.yaml").write_text(CONFIG + SCHEDULE * how.scheduled)
+    saved = str((how.saved or place) / "saved")
+    given = "-m", "tests.frameworks.outside.nemo_automodel", "part", saved, "found.pt"
+    options = " ".join(["clip"] * how.clip + ["resume"] * bool(how.saved))
+    variables = {"NEMO_ENABLE_USER_MODULES": "1"} | cells.alone(how)
+    cells.launch(*given, options, processes=how.processes, folder=place, **variables)
+    return how.deviation(cells.kept(place / "found.pt"), common.net)
 
 
-def train(folder: Path) -> float:
-    """The optimizer that `RecipeConfig(yaml).optimizer.build(model)` makes, one process."""
-    return fit(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """Torch's clipping, which the recipe calls on DTensors."""
-    return fit(folder / "clip", "clip")
-
-
-def schedule(folder: Path) -> float:
-    """Its `OptimizerParamScheduler`: `lr_decay_style: linear`, `lr_warmup_steps: 2`."""
-    return fit(folder / "schedule", "schedule")
-
-
-def save(folder: Path) -> float:
-    """FSDP2 on 2 processes, flat state through torch's checkpoints, then resumed on 2."""
-    whole = fit(folder / "save", "clip schedule", processes=2)
-    return max(whole, resumed(folder, 2))
-
-
-def resume(folder: Path) -> float:
-    """What 2 processes saved, on one."""
-    return resumed(folder, 1)
-
-
-def resumed(folder: Path, processes: int) -> float:
-    if not (folder / "save").exists():  # `--cell resume` alone
-        fit(folder / "save", "clip schedule", processes=2)
-    place = folder / f"resumed-on-{processes}"
-    return fit(place, "clip schedule resume", processes=processes, saved=folder / "save" / "saved")
-
-
-CELLS: dict[str, Any] = {
-    "train": train, "clip": clip, "schedule": schedule, "save": save, "resume": resume,
-    "accumulate": "the recipe's own loop accumulates, and its model needs a GPU: "
-    "_transformers/auto_model.py:770",
-}  # fmt: skip
+CELLS = cells.of(fit, {
+    "train": "The optimizer that `RecipeConfig(yaml).optimizer.build(model)` makes, one process.",
+    "clip": "Torch's clipping, which the recipe calls on DTensors.",
+    "schedule": "Its `OptimizerParamScheduler`: `lr_decay_style: linear`, `lr_warmup_steps: 2`.",
+    "accumulate": cells.Absent("the recipe's own loop accumulates, and its model needs a GPU: "
+    "_transformers/auto_model.py:770"),
+    "save": "FSDP2 on 2 processes, flat state through torch's checkpoints, then resumed on 2.",
+    "resume": "What 2 processes saved, on one.",
+})  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS, part=part)

@@ -8,11 +8,12 @@ all rows have one length, so that nothing is padded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -72,37 +73,13 @@ def found(output: Path) -> cells.Found:
     return losses, load_file(output / LAST / "model.safetensors")
 
 
-def cells_of(
-    fit: Callable[..., float], schedule: dict[str, Any], batch: str, notes: Sequence[str]
-) -> dict[str, Callable[[Path], float]]:
-    """The cells of a framework around Trainer, with their ``notes``.
-
-    ``fit(folder, changes, rate, processes)`` is the deviation of a run of its config with changes;
-    ``schedule`` are those that make it linear, with warmup, and ``batch`` is its key of a process's
-    batch size.
-    """
-    clip = {"max_grad_norm": common.CLIP}
-    both, halves = clip | schedule, {batch: common.JOINT // 2}
-
-    def saved(folder: Path) -> float:
-        return fit(folder / "save", both | halves, common.factor, 2)
-
-    def resumed(folder: Path, processes: int) -> float:
-        at = folder / "save" / "out" / SAVED_STEP
-        if not at.exists():  # `--cell resume` alone
-            saved(folder)
-        changes = both | {"resume_from_checkpoint": str(at), batch: common.JOINT // processes}
-        return fit(folder / f"resumed-on-{processes}", changes, common.factor, processes)
-
-    parts = both | halves | {"gradient_accumulation_steps": 2}
-    made: dict[str, Callable[[Path], float]] = {
-        "train": lambda folder: fit(folder / "train", {}),
-        "clip": lambda folder: fit(folder / "clip", clip),
-        "schedule": lambda folder: fit(folder / "schedule", schedule, common.factor),
-        "accumulate": lambda folder: fit(folder / "accumulate", parts, common.factor),
-        "save": lambda folder: max(saved(folder), resumed(folder, 2)),
-        "resume": lambda folder: resumed(folder, 1),
-    }
-    for function, note in zip(made.values(), notes, strict=True):
-        function.__doc__ = note
-    return made
+def config(text: str, how: cells.How, schedule: str) -> str:
+    """The YAML of a framework around Trainer for this cell; ``schedule`` is its key."""
+    found = yaml.safe_load(text) | {"gradient_accumulation_steps": 1 + how.accumulated}
+    if how.clip:
+        found["max_grad_norm"] = common.CLIP
+    if how.scheduled:
+        found |= {schedule: "linear", "warmup_steps": 2}
+    if how.saved:
+        found["resume_from_checkpoint"] = str(how.saved / "out" / SAVED_STEP)
+    return yaml.safe_dump(found)

@@ -119,81 +119,46 @@ def rate(step: int) -> float:
     return schedule.lr_lambdas[0](step)
 
 
-def run(
-    folder: Path, *changes: str, scheduled: bool = False, clip: bool = False, processes: int = 0
-) -> float:
-    """The deviation of ``tune run`` with this config and ``changes``; with ``processes`` of the
-    distributed recipe."""
-    begin = folder.parent / "begin" / WEIGHTS
+def fit(place: Path, how: cells.How) -> float:
+    """By `tune run`, or the distributed recipe."""
+    begin = place.parent / "begin" / WEIGHTS
     begin.parent.mkdir(exist_ok=True)
     torch.save(model().state_dict(), begin)
-    folder.mkdir(exist_ok=True)
-    (folder / "tiny.yaml").write_text(CONFIG + SCHEDULE * scheduled)
-    given = ["--config", "tiny.yaml", *changes, *([f"clip_grad_norm={common.CLIP}"] * clip)]
-    if processes:
-        given += [f"batch_size={common.JOINT // processes}"]
-        command = ["-m", HERE, "distributed", *given]
-    else:
-        command = ["-m", "torchtune._cli.tune", "run", "full_finetune_single_device", *given]
-    cells.launch(*command, processes=processes or 1, folder=folder)
-    losses = [float(line) for line in (folder / "losses.jsonl").read_text().split()]
-    weights = torch.load(folder / "trained" / f"epoch_{EPOCHS - 1}" / WEIGHTS, weights_only=True)
-    expected = common.by_hand(
+    place.mkdir()
+    (place / "tiny.yaml").write_text(CONFIG + SCHEDULE * how.scheduled)
+    given = ["--config", "tiny.yaml", f"batch_size={how.batch}"]
+    given += [f"clip_grad_norm={common.CLIP}"] * how.clip
+    given += ["gradient_accumulation_steps=2"] * how.accumulated
+    last = place / "trained" / f"epoch_{EPOCHS - 1}"
+    if how.saved:  # the last epoch again
+        shutil.copytree(how.saved / "trained", place / "trained")
+        shutil.rmtree(last)
+        at = f"checkpointer.checkpoint_files=[epoch_{EPOCHS - 2}/{WEIGHTS}]"
+        given += ["resume_from_checkpoint=True", at]
+    command = ["-m", "torchtune._cli.tune", "run", "full_finetune_single_device"]
+    if how.processes > 1:
+        command = ["-m", HERE, "distributed"]
+    cells.launch(*command, *given, processes=how.processes, folder=place)
+    losses = [float(line) for line in (place / "losses.jsonl").read_text().split()]
+    weights = torch.load(last / WEIGHTS, weights_only=True)
+    return how.deviation(
+        (losses, weights),
         model,
-        clip=common.CLIP if clip else None,
-        rate=rate if scheduled else lambda step: 1.0,
+        rate,
         loss_at=lambda model, step: common.loss_of(model, common.batch(step % PER_EPOCH)),
     )
-    return cells.deviation((losses, weights), expected)
 
 
-def train(folder: Path) -> float:
-    """`tune run full_finetune_single_device --config tiny.yaml`."""
-    return run(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """`clip_grad_norm: 0.5`."""
-    return run(folder / "clip", clip=True)
-
-
-def schedule(folder: Path) -> float:
-    """`lr_scheduler: {_component_: ...get_cosine_schedule_with_warmup, num_warmup_steps: 2}`."""
-    return run(folder / "schedule", scheduled=True)
-
-
-def accumulate(folder: Path) -> float:
-    """`gradient_accumulation_steps: 2`, clipped, scheduled."""
-    halves = "batch_size=2", "gradient_accumulation_steps=2"
-    return run(folder / "accumulate", *halves, clip=True, scheduled=True)
-
-
-def save(folder: Path) -> float:
-    """Stopped after an epoch, then `resume_from_checkpoint: True`; one process."""
-    whole = run(folder / "save", clip=True, scheduled=True)
-    return max(whole, resumed(folder / "save", processes=0))
-
-
-def resume(folder: Path) -> float:
-    """full_finetune_distributed (FSDP2; not what it asks of a GPU) on 2; again, and on one."""
-    whole = run(folder / "resume", clip=True, scheduled=True, processes=2)
-    shutil.copytree(folder / "resume", folder / "alone")
-    there = resumed(folder / "resume", processes=2)
-    return max(whole, there, resumed(folder / "alone", processes=0))
-
-
-def resumed(folder: Path, processes: int) -> float:
-    """The last epoch again."""
-    shutil.rmtree(folder / "trained" / f"epoch_{EPOCHS - 1}")
-    at = f"checkpointer.checkpoint_files=[epoch_{EPOCHS - 2}/{WEIGHTS}]"
-    again = "resume_from_checkpoint=True", at
-    return run(folder, *again, clip=True, scheduled=True, processes=processes)
-
-
-CELLS = {
-    "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate, "save": save,
-    "resume": resume,
-}  # fmt: skip
+CELLS = cells.of(fit, {
+    "train": "`tune run full_finetune_single_device --config tiny.yaml`.",
+    "clip": "`clip_grad_norm: 0.5`.",
+    "schedule": "`lr_scheduler: {_component_: ...get_cosine_schedule_with_warmup, "
+    "num_warmup_steps: 2}`.",
+    "accumulate": "`gradient_accumulation_steps: 2`, clipped, scheduled.",
+    "save": "full_finetune_distributed (FSDP2; not what it asks of a GPU) on 2 processes; stopped "
+    "after an epoch, then `resume_from_checkpoint: True`.",
+    "resume": "What 2 processes saved, with the recipe for a single device.",
+})  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS, distributed=distributed)

@@ -35,7 +35,6 @@ optim.clip_grad=1e9
 optim.override_optimizer_config={ns_dtype:float32}
 data.train_files=../data.parquet
 data.train_batch_size=4
-data.micro_batch_size_per_gpu=4
 data.use_dynamic_bsz=False
 data.num_workers=0
 checkpoint.save_contents=[model,optimizer,extra,hf_model]
@@ -46,14 +45,8 @@ trainer.logger=[console,file]
 trainer.default_local_dir=out
 trainer.device=cpu
 """
-CLIP = (f"optim.clip_grad={common.CLIP}",)
 # Both change at every step: 1/2 at the first, then down a quarter of a cosine.
-SCHEDULE = ("optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "optim.min_lr_ratio=0.1")
-HALVES = ("data.micro_batch_size_per_gpu=2",)
-ALONE = {
-    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",
-}  # fmt: skip
+SCHEDULE = ["optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "optim.min_lr_ratio=0.1"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -128,63 +121,35 @@ def messages(tokens: list[int]) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def fit(folder: Path, *changes: str, clip: bool = False, processes: int = 1) -> float:
-    """The deviation of a run of the config with ``changes``."""
-    folder.mkdir()
-    tiny_llama.write(folder.parent, lambda tokens: {}, chat_template=TEMPLATE)
+def fit(place: Path, how: cells.How) -> float:
+    place.mkdir()
+    tiny_llama.write(place.parent, lambda tokens: {}, chat_template=TEMPLATE)
     rows = [messages(tokens) for tokens in common.examples().tolist()]
-    pandas.DataFrame({"messages": rows}).to_parquet(folder.parent / "data.parquet")
-    overrides = [*CONFIG.split(), *changes, *CLIP * clip]
+    pandas.DataFrame({"messages": rows}).to_parquet(place.parent / "data.parquet")
+    overrides = [*CONFIG.split(), f"data.micro_batch_size_per_gpu={how.batch}"]
+    overrides += [f"optim.clip_grad={common.CLIP}"] * how.clip + SCHEDULE * how.scheduled
+    if how.saved:
+        at = how.saved / "out" / f"global_step_{common.SAVED}"
+        overrides += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={at}"]
     given = "-m", "tests.frameworks.outside.verl", "sft", *overrides
-    variables = {"VERL_FILE_LOGGER_PATH": "log.jsonl"} | (ALONE if processes == 1 else {})
-    cells.launch(*given, processes=processes, folder=folder, **variables)
-    entries = [json.loads(line)["data"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    variables = {"VERL_FILE_LOGGER_PATH": "log.jsonl"} | cells.alone(how)
+    cells.launch(*given, processes=how.processes, folder=place, **variables)
+    entries = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
     losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
-    place = folder / "out" / f"global_step_{common.STEPS}" / "huggingface"
-    expected = common.by_hand(
-        build,
-        clip=common.CLIP if clip else None,
-        rate=cosine if SCHEDULE[0] in changes else lambda step: 1.0,
-        loss_at=loss_at,
-    )
-    return cells.deviation((losses, load_file(place / "model.safetensors")), expected)
+    last = place / "out" / f"global_step_{common.STEPS}" / "huggingface" / "model.safetensors"
+    return how.deviation((losses, load_file(last)), build, cosine, loss_at=loss_at)
 
 
-def train(folder: Path) -> float:
-    """`sft_trainer` with `engine.strategy=fsdp2`, one process."""
-    return fit(folder / "train")
-
-
-def clip(folder: Path) -> float:
-    """`optim.clip_grad=0.5`."""
-    return fit(folder / "clip", clip=True)
-
-
-def schedule(folder: Path) -> float:
-    """`optim.lr_scheduler_type=cosine`, with a warmup."""
-    return fit(folder / "schedule", *SCHEDULE)
-
-
-def accumulate(folder: Path) -> float:
-    """`data.micro_batch_size_per_gpu=2` of 4, clipped, scheduled."""
-    return fit(folder / "accumulate", *SCHEDULE, *HALVES, clip=True)
-
-
-def save(folder: Path) -> float:
-    """FSDP2 on 2 processes, `trainer.save_freq=3`, then `resume_mode=resume_path` on 2."""
-    sharded = {"clip": True, "processes": 2}
-    whole = fit(folder / "save", *SCHEDULE, *HALVES, **sharded)
-    at = folder / "save" / "out" / f"global_step_{common.SAVED}"
-    again = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={at}"
-    return max(whole, fit(folder / "resumed", *SCHEDULE, *HALVES, *again, **sharded))
-
-
-CELLS: dict[str, Any] = {
-    "train": train, "clip": clip, "schedule": schedule, "accumulate": accumulate, "save": save,
-    "resume": "verl names the files of a checkpoint by world size and rank "
+CELLS = cells.of(fit, {
+    "train": "`sft_trainer` with `engine.strategy=fsdp2`, one process.",
+    "clip": "`optim.clip_grad=0.5`.",
+    "schedule": "`optim.lr_scheduler_type=cosine`, with a warmup.",
+    "accumulate": "`data.micro_batch_size_per_gpu=2` of 4, clipped, scheduled.",
+    "save": "FSDP2 on 2 processes, `trainer.save_freq=3`, then `resume_mode=resume_path` on 2.",
+    "resume": cells.Absent("verl names the files of a checkpoint by world size and rank "
     "(utils/checkpoint/fsdp_checkpoint_manager.py:213), so that any optimizer resumes on as many "
-    "processes only",
-}  # fmt: skip
+    "processes only"),
+})  # fmt: skip
 
 if __name__ == "__main__":
     cells.main(CELLS, sft=sft)
