@@ -1,9 +1,8 @@
-"""The `replicated` layout: when updates are seen, what else gradients do, and what is around it."""
+"""The `replicated` layout with momentum at the owners: closing, traffic, process groups."""
 
 from __future__ import annotations
 
 import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -14,24 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import REDUCING, layouts
-from tests.distributed.models import (
-    Net,
-    batch,
-    loss_of,
-    seeded,
-)
-from tests.distributed.twins import MUON, both
+from tests.distributed.layouts import REDUCING
+from tests.distributed.models import Net, batch, loss_of, seeded
+from tests.distributed.twins import both
 from tests.internals import C10dTransport
 from tests.transports import Clock, ClockTransport
-
-# One matrix a batch and a batch a bucket, so that there is something to overlap.
-SINGLY = {
-    "options": {"bucket_bytes": 2048, "publish_bucket_bytes": 2048},
-    "request": {"planner": dmuon.PlannerOptions(max_batch=1)},
-}
-
-# ---- when published values are seen ----------------------------------------------------------
 
 
 @distributed(2)
@@ -59,8 +45,13 @@ def test_closing_gives_ddp_back(rank, world):
 @distributed(2)
 def test_slow_collectives_cost_the_critical_path_not_their_sum(rank, world):
     clock = Clock()
-    slow = {"transport": partial(ClockTransport, clock=clock, delay_s=1.0), **SINGLY}
-    with both(lambda: Net(layers=6), "reduced", **slow) as pair:
+    # One matrix a batch and a batch a bucket, so that there is something to overlap.
+    case = {
+        "options": {"bucket_bytes": 2048, "publish_bucket_bytes": 2048},
+        "request": {"planner": dmuon.PlannerOptions(max_batch=1)},
+        "transport": partial(ClockTransport, clock=clock, delay_s=1.0),
+    }
+    with both(lambda: Net(layers=6), "reduced", **case) as pair:
         pair.train([0])
         pair.backward(1)
         pair.events.clear()
@@ -84,28 +75,6 @@ def test_bytes_handed_to_collectives_follow_the_shapes(rank, world):
         assert all(0.1 < v < 0.3 for n, v in rms.items() if "spare" not in n)  # aims at 0.2
         assert gathered(rms) == [rms] * world
         assert stats["ns_ms"] > 0
-
-
-# ---- around a model --------------------------------------------------------------------------
-
-
-@layouts("dedicated", "reduced")
-def test_the_handle_may_be_dropped_and_the_model_still_dies(rank, world, layout):
-    model = seeded(Net)
-    asked = {"layout": "dedicated"} if layout == "dedicated" else {"options": REDUCING}
-    seen = [weakref.ref(model), weakref.ref(dmuon.dedicate_params(model, **asked))]
-    gc.collect()
-    assert seen[1]() is not None, "the model keeps it"
-    opt = dmuon.Muon(model, **MUON)
-    for step in range(2):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step()
-    opt.synchronize()
-    seen.append(weakref.ref(model.blocks[0].up.weight))
-    del model, opt
-    gc.collect()  # the model, which keeps its ownership
-    gc.collect()  # that one
-    assert [ref() for ref in seen] == [None] * 3
 
 
 @distributed(2)

@@ -66,22 +66,26 @@ def test_all_families_are_here():
     assert {"auto_map", "quantization_config"} <= CONFIGS["kimi-k2"].keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_planned_in_seconds_with_the_sizes_and_routes_of_transformers(name, tmp_path, capsys):
+def test_the_largest_is_planned_in_seconds(tmp_path, capsys):
     begin, path = time.process_time(), tmp_path / "plan.json"  # other tests use the cores, too
     options = ["--mesh", "16x8", "--save", str(path), "--json", "-"]
-    assert main(["plan", "--model", str(FOLDER / f"{name}.json"), *options]) == 0
+    assert main(["plan", "--model", str(FOLDER / "kimi-k2.json"), *options]) == 0
     seconds = time.process_time() - begin
     data = json.loads(capsys.readouterr().out)
-    assert sum(p["numel"] for p in data["parameters"]) == ELEMENTS[name]
+    assert sum(p["numel"] for p in data["parameters"]) == ELEMENTS["kimi-k2"]
     plan = OwnershipPlan.from_json(path.read_text())
     assert len(plan.owners) == len(plan.specs.matrices) and data["certificate"]["ok"]
     assert path.stat().st_size < 16 << 20
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert f"{len(CONFIGS)} published models" in page
-    assert name != "kimi-k2" or f"Kimi-K2 ({len(plan.owners):,} matrices)" in page
+    assert f"Kimi-K2 ({len(plan.owners):,} matrices)" in page
     assert seconds < 20, seconds
-    specs = plan.specs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_are_those_of_transformers_and_parameters_go_where_they_should(name):
+    specs = model_specs(str(FOLDER / f"{name}.json"))
+    assert sum(p.numel for p in specs.parameters) == ELEMENTS[name]
     routes = {p.name: p.algorithm for p in specs.parameters}
     assert len(routes) > 100
     for pattern, algorithm in EVERYWHERE.items():

@@ -140,5 +140,10 @@ def test_ddp(pools, tmp_path):
     common.saved_and_resumed(pools, runs, tmp_path, how="instance")
 
 
-def test_fsdp2_and_gradual_unfreezing(pools, tmp_path):
-    common.saved_and_resumed(pools, runs, tmp_path, fsdp=True, late_from=3)
+def test_fsdp2(pools, tmp_path):
+    common.saved_and_resumed(pools, runs, tmp_path, fsdp=True)
+
+
+def test_gradual_unfreezing(pools, tmp_path):
+    arguments = {"folder": str(tmp_path), "resume": False, "fsdp": True, "late_from": 3}
+    pools(2).run(__name__, "runs", arguments)
