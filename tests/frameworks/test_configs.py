@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dmuon.__main__ import main
 from dmuon.catalogue import PRESETS, build, model_specs
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.select import collect
 from dmuon.types import Algorithm, PlanError
 from tests import make_presets
 
@@ -84,8 +85,9 @@ def test_the_largest_is_planned_in_seconds(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_transformers_and_parameters_go_where_they_should(name):
-    specs = model_specs(str(FOLDER / f"{name}.json"))
-    assert sum(p.numel for p in specs.parameters) == ELEMENTS[name]
+    model = build(CONFIGS[name])
+    assert sum(p.numel() for p in model.parameters()) == ELEMENTS[name]
+    specs = collect(model, allow_meta=True)
     routes = {p.name: p.algorithm for p in specs.parameters}
     assert len(routes) > 100
     for pattern, algorithm in EVERYWHERE.items():
