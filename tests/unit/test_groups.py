@@ -531,7 +531,8 @@ def test_a_state_of_adamw_is_an_error_and_its_moments_are_taken_if_asked_for(pla
     train(twin, opt, BATCHES, [2])
 
 
-def test_roles_win_over_names_and_names_in_a_state_do_not_say_them():
+@pytest.mark.parametrize("role", [{"algorithm": "muon"}, {"use_muon": True}], ids=str)
+def test_roles_win_over_names_and_names_in_a_state_do_not_say_them(role):
     """Saved under one prefix, loaded under another, and roles said by the user."""
     model, other = TinyGPT(), TinyGPT()
     found = []
@@ -539,7 +540,7 @@ def test_roles_win_over_names_and_names_in_a_state_do_not_say_them():
         named = [(prefix + name, p) for name, p in made.named_parameters()]
         embed = [e for e in named if "embed" in e[0]]
         rest = [e for e in named if "embed" not in e[0]]
-        found.append(muon([{"params": embed, "algorithm": "muon"}, {"params": rest}]))
+        found.append(muon([{"params": embed, **role}, {"params": rest}]))
     train(model, found[0], BATCHES, range(2))
     assert "momentum_buffer" in found[0].state[model.embed.weight]
     assert "exp_avg" in found[0].state[model.lm_head.weight]

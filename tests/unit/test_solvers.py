@@ -17,8 +17,8 @@ from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import AnalyticDevice, CostTable
-from dmuon.scheduler.patterns import every_pattern, exhaust, most_worth, simple_bound
-from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
+from dmuon.scheduler.patterns import every_pattern, exhaust, most_worth, refuted, simple_bound
+from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem, greedy, improve
 from dmuon.scheduler.solve import SOLVERS, solve
 from dmuon.scheduler.specs import OwnerLimits
 from dmuon.scheduler.topology import Topology
@@ -89,6 +89,14 @@ class Instance:
         )
 
 
+def counts_of(problem: Problem, owners: tuple[int, ...]):
+    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
+    for s, shape in enumerate(problem.shapes):
+        for i in shape.members:
+            counts[owners[i], s] += 1
+    return counts
+
+
 def cheapest(price: tuple[float, ...], count: int) -> float:
     return min(sum(price[b - 1] for b in parts) for parts in partitions(count, MAX_BATCH))
 
@@ -146,6 +154,55 @@ def test_no_plan_breaks_a_limit_no_bound_exceeds_the_optimum_and_milp_proves_it(
     certificate = certify(plan)
     assert certificate.ok and certificate.proven, str(certificate)
     assert certificate.makespan_ms == pytest.approx(plan.makespan_ms)
+
+
+@slow
+@given(instances(), st.lists(st.integers(0, 60), min_size=9, max_size=9), st.booleans())
+def test_no_values_whatever_they_are_rule_out_what_is_possible(instance, values, coarse):
+    if (best := instance.optimum()) is None:
+        return
+    problem = instance.problem()
+    values, limit = values[: len(problem.shapes)], problem.ticks(best) + 3
+    assert simple_bound(problem) <= limit
+    exact = refuted(problem, limit // 2, values)
+    with mock.patch("dmuon.scheduler.patterns._MOST_LISTED", 0 if coarse else 6_000):
+        assert not refuted(problem, limit, values)
+        assert exact or not refuted(problem, limit // 2, values), "a grid proves no more"
+
+
+@slow
+@given(instances())
+def test_every_possible_owner_is_within_a_listed_pattern(instance):
+    if instance.optimum() is None:
+        return
+    problem = instance.problem()
+    for owners in list(instance.assignments())[:5]:
+        counts = counts_of(problem, owners)
+        limit = problem.makespan(counts)
+        listed = every_pattern(problem, limit)
+        for c, owner in enumerate(problem.classes):
+            for row in counts[list(owner.ranks)]:
+                assert (listed[c] >= row).all(1).any()
+        worth = np.arange(1, len(problem.shapes) + 1)
+        most = most_worth(problem, limit, worth, listed)
+        grid = most_worth(problem, limit, worth, None)
+        assert all(a <= b for a, b in zip(most, grid, strict=True))
+        found, complete = exhaust(problem, listed, worth, most)
+        assert complete and (found.sum(0) == problem.demand).all()
+
+
+@slow
+@given(instances())
+def test_local_search_keeps_feasibility_and_never_loses(instance):
+    problem = instance.problem()
+    for owners in list(instance.assignments())[:3]:
+        counts = counts_of(problem, owners)
+        better = improve(problem, counts)
+        assert problem.is_feasible(better)
+        assert problem.makespan(better) <= problem.makespan(counts)
+        assert problem.ms(problem.makespan(counts)) == pytest.approx(instance.makespan(owners))
+        best = greedy(problem, [counts])
+        assert problem.is_feasible(best) and problem.makespan(best) <= problem.makespan(better)
 
 
 @slow
