@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
+from torch.utils._pytree import tree_leaves
 
 import dmuon
 from dmuon import config
@@ -166,16 +167,23 @@ def test_what_waited_acts_once_a_matrix_joins():
         matrices = [(n, p) for n, p in names.items() if p.ndim == 2 and n != late]
         opt = muon([{"params": matrices}, {"params": others, **said}])
         train(model, opt, BATCHES, range(1))
-        again = clone(model)
-        parts = [[(n, again.get_parameter(n)) for n, _ in part] for part in (matrices, others)]
-        other = muon([{"params": part} for part in parts])
-        other.load_state_dict(through_a_file(opt.state_dict()))
-        assert said.items() <= other.param_groups[1].items(), "it travels"
         names[late].requires_grad_(True)
         train(model, opt, BATCHES, range(1, 3))
         assert opt.param_groups[1]["momentum"] == said.get("momentum", 0.95)
         found.append(names[late].detach().clone())
     assert not torch.equal(*found)
+
+
+@PLANNED
+def test_what_waits_comes_back_from_a_state_that_alone_says_it(planned):
+    named = by_role(TinyGPT())
+    state = muon([{"params": named[0]}, {"params": named[1], "momentum": 0.5}]).state_dict()
+    model = TinyGPT()
+    opt = muon([{"params": named} for named in by_role(model)])
+    train(model, opt, BATCHES, range(int(planned)))
+    opt.load_state_dict(through_a_file(state))
+    train(model, opt, BATCHES, range(1))
+    assert opt.param_groups[1]["momentum"] == 0.5
 
 
 def test_repr_is_as_short_as_of_torch():
@@ -432,20 +440,21 @@ def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dty
         train(model, opt, BATCHES, [step])
         schedule.step()
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    kept = copy.deepcopy(saved[1]["state"])
     expected = train(model, opt, BATCHES, range(3, 6))
     for steps in ([], range(7, 9)):
         other, resumed = build()
         train(other, resumed, BATCHES, steps)
         other.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
+        given = copy.deepcopy(saved[1])
+        resumed.load_state_dict(given)
+        for value in tree_leaves(given["state"]):
+            value.zero_()  # nothing is shared with it
         assert resumed.stats()["steps"] == 3
         assert resumed.param_groups[0]["lr"] == saved[1]["param_groups"][0]["lr"] != 0.02
         same_state(resumed.state_dict()["state"], saved[1]["state"])
         assert train(other, resumed, BATCHES, range(3, 6)) == expected
         assert_bitwise(weights(other), weights(model))
         same_state(resumed.state_dict()["state"], opt.state_dict()["state"])
-        same_state(saved[1]["state"], kept)  # nothing is shared with it
 
 
 def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():

@@ -252,6 +252,11 @@ def test_names_that_are_alike_are_folded():
     assert (count, len(long) < 40, long.endswith(",...}")) == (99, True, True)
 
 
+def test_brackets_in_names_are_no_markup():
+    model = nn.ModuleDict({"[bold]": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4)})
+    assert "[bold].weight" in str(build_report(taking_turns(model, 4)))
+
+
 def test_the_report_of_an_ownership_is_that_of_its_plan():
     model = TinyGPT()
     own = dmuon.dedicate_params(model, costs="analytic")

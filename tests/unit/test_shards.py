@@ -113,6 +113,28 @@ def chunks(box: Box, dim: int, count: int) -> list[Box]:
     return made
 
 
+@given(st.data())
+def test_boxes_with_steps_meet_as_slices_do(data):
+    """Of a matrix that takes every step-th row, and of a shard."""
+    step, size, low, count = (
+        data.draw(st.integers(a, b)) for a, b in ((1, 5), (1, 6), (0, 20), (0, 20))
+    )
+    phase = data.draw(st.integers(0, step - 1))
+    rows = list(range(60))
+    comb = Box((phase, 0), (size, 2), (step, 1) if step > 1 else ())
+    other = Box((low, 0), (count, 2))
+    where, cut = comb.slices()[0], other.slices()[0]
+    shared = comb.intersection(other)
+    expected = sorted({*rows[where]} & {*rows[cut]})
+    assert rows[shared.slices()[0]] == expected and shared.shape == (len(expected), 2)
+    assert rows[where][shared.within(comb).slices()[0]] == expected or not expected
+    assert rows[cut][shared.within(other).slices()[0]] == expected or not expected
+    assert other.intersection(comb).slices() == shared.slices()
+    again = Box((phase + 1, 0), (size, 2), comb.steps)
+    assert step == 1 or not comb.intersection(again).numel
+    assert comb.intersection(comb) == comb or not comb.numel
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_mesh_axes_cut_in_any_order(data):
