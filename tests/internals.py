@@ -16,12 +16,10 @@ from dmuon.measure import _Links as LinkTimer
 from dmuon.rule import Hyper, momentum_update
 from dmuon.scheduler.network import parts_of
 from dmuon.step.at_owners import OwnersEngine, OwnerState
-from dmuon.step.engine import WARM_UP
 from dmuon.step.on_params import ParamsEngine
 from dmuon.step.operands import BlockState
 
 __all__ = [
-    "WARM_UP",
     "BlockState",
     "C10dTransport",
     "Given",

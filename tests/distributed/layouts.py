@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.tools.parallel_models import CASES, ParallelCase, ParallelModel
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, Vocabulary, wrap
+from tests.distributed.models import Net, wrap
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 _REPLICATED = dmuon.ReplicatedOptions()
@@ -146,22 +144,3 @@ def data_place(mesh: DeviceMesh) -> tuple[int, int]:
         if axis != "tp":
             rank, world = rank * size + place, world * size
     return rank, world
-
-
-def vocabulary(*shape: int) -> Layout:
-    """`Vocabulary` on a mesh of data, data and tensor, or replicas, data and tensor parallelism."""
-    plan = {
-        "wte": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.0.0": ColwiseParallel(use_local_output=False),
-        "blocks.0.2": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-    axes = ("dp",) if len(shape) == 1 else ("replicate", "dp", "tp")[-len(shape) :]
-
-    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if "tp" in axes:
-            parallelize_module(model, mesh["tp"], plan)
-        return shard_units(model, data_mesh(mesh))
-
-    return Layout(shape, axes, parallelize, build=Vocabulary, **_SHARDED)

@@ -174,20 +174,6 @@ class CastingBlock(Block):
         return x + self.down(hidden).to(x.dtype)
 
 
-class Vocabulary(nn.Module):
-    """GPT-2's vocabulary in an embedding and a head, and between them an uneven MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(50257, 6)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 25), nn.GELU(), nn.Linear(25, 6))])
-        self.lm_head = nn.Linear(6, 50257, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens)
-        return self.lm_head(x + self.blocks[0](x))
-
-
 # ---- ways to call a `Net` ------------------------------------------------------------------
 
 

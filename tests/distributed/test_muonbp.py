@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-import dmuon
-from benchmarks import muonbp
-from dmuon.dtensors import local_tensor
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
 from tests.distributed.twins import both
@@ -90,48 +85,3 @@ def test_replicas_decide_alike_about_adamw_where_a_shard_is_not_finite(rank, wor
             steps = gathered(float(pair.opt.state[p]["step"]))
             assert len(set(steps)) == 1, (name, steps)
         assert len(set(gathered(float(pair.opt.state[named[min(cut)]]["step"])))) == 2
-
-
-SETTINGS = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": False}
-TINY = muonbp.demo.GPTConfig(vocabulary=11, context=5, width=12, heads=2, hidden=30, depth=1)
-
-
-def stepped(step_sizes: str, period: float, steps: int) -> dict[str, tuple[Tensor, ...]]:
-    """Of each matrix of the benchmark's model after its last step: a rank's part before and after,
-    and the momentum."""
-    torch.manual_seed(0)
-    model = muonbp.demo.GPT(TINY)
-    muonbp.parallelize(model)
-    opt = muonbp.optimizer(model, period, step_sizes, **SETTINGS)
-    matrices = {n: p for n, p in model.named_parameters() if "_proj" in n}
-    before: dict[str, Tensor] = {}
-    for step in range(steps):
-        tokens = torch.arange(30).reshape(6, 5) * (step + 3) % 11
-        muonbp.demo.next_byte_loss(model, tokens, tokens.roll(1, 1)).backward()
-        before = {n: local_tensor(p).clone() for n, p in matrices.items()}
-        opt.step()
-        opt.zero_grad()
-    found = {}
-    for name, p in matrices.items():
-        momentum = local_tensor(opt.state[p]["momentum_buffer"])
-        found[name] = before[name], local_tensor(p.detach()), momentum
-    opt.ownership.close()
-    return found
-
-
-@pytest.mark.cpu_only("benchmarks of CPUs")
-@distributed(2)
-@pytest.mark.parametrize(("period", "steps"), [(math.inf, 1), (2, 2)])
-def test_tied_block_steps_take_the_learning_rate_of_the_whole_matrix(rank, world, period, steps):
-    """The benchmark's step sizes, against a block step by hand."""
-    lr, kept = SETTINGS["lr"], 1 - SETTINGS["lr"] * SETTINGS["weight_decay"]
-    smaller = 0
-    for step_sizes in muonbp.STEP_SIZES:
-        for name, (before, after, momentum) in stepped(step_sizes, period, steps).items():
-            is_mlp = "mlp" in name  # its longer dim is cut: 30 to 15, and the other one is 12
-            smaller += is_mlp
-            longest = (15 if step_sizes == "two" else 30) if is_mlp else 12
-            update = dmuon.newton_schulz(momentum, dtype=torch.float32)
-            expected = before * kept - lr * 0.2 * math.sqrt(longest) * update
-            torch.testing.assert_close(after, expected, rtol=0, atol=1e-6, msg=name)
-    assert smaller == 2 * 3

@@ -24,11 +24,12 @@ import dmuon
 from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.scheduler.costs import CostTable
+from dmuon.tools.parallel_models import ParallelModel
 from dmuon.types import OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, data_mesh, mesh_of, vocabulary
+from tests.distributed.layouts import Layout, data_mesh, mesh_of
 from tests.distributed.models import Used, batch, half, loss_of, weights
 from tests.distributed.twins import MUON, both
 
@@ -326,10 +327,10 @@ def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
     """Neither torch's checkpoints nor its `set_state_dict` know where they lie."""
     whole = StateDictOptions(full_state_dict=True)
 
-    def trained(shape: tuple[int, ...], first: int, last: int, saved: Any = None) -> Any:
-        with both(layout=vocabulary(*shape), seed=first) as pair:
+    def trained(layout: str, first: int, last: int, saved: Any = None) -> Any:
+        with both(ParallelModel, layout, seed=first) as pair:
             model, opt = pair.model, pair.opt
-            if saved is not None and len(shape) == 1:
+            if saved is not None and layout == "fsdp4":
                 state = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
                 set_state_dict(model, opt, **state, options=whole)
             elif saved is not None:
@@ -346,10 +347,10 @@ def test_uneven_parts_of_uneven_parts_are_saved_whole(rank, world):
             # Of other ranks torch's is empty where it goes to the CPU.
             return get_state_dict(model, opt, options=whole)
 
-    straight, _ = trained((2, 2), 0, 3)
-    saved = trained((2, 2), 0, 2)
-    for shape, tolerance in [((2, 2), 0.0), ((4,), 1e-5)]:
-        assert_close(trained(shape, 2, 3, saved)[0], straight, tolerance)
+    straight, _ = trained("tp+fsdp", 0, 3)
+    saved = trained("tp+fsdp", 0, 2)
+    for layout, tolerance in [("tp+fsdp", 0.0), ("fsdp4", 1e-5)]:
+        assert_close(trained(layout, 2, 3, saved)[0], straight, tolerance)
 
 
 # ---- models ------------------------------------------------------------------------------

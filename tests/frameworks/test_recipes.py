@@ -23,7 +23,7 @@ from tests.distributed.test_page_programs import EXACT, run
 PAGE = Path(__file__).parents[2] / "docs" / "moe.md"
 
 
-@distributed(1, 2)
+@distributed(2)
 def test_lora_with_muon_on_b(rank: int, world: int) -> None:
     page = run("recipes.md")
     assert {n.split(".")[-3] for n in page["lora_opt"].ownership.owned_by(0)} == {"lora_B"}
@@ -31,7 +31,7 @@ def test_lora_with_muon_on_b(rank: int, world: int) -> None:
     model = page["get_peft_model"](copy.deepcopy(page["lora"].get_base_model()), page["config"])
     twin = copy.deepcopy(model)
     how = {"lr": 1e-2, "adamw_lr": 3e-3, "weight_decay": 0.0, **EXACT}
-    wrapped = DistributedDataParallel(model) if world > 1 else model
+    wrapped = DistributedDataParallel(model)
     opt = dmuon.Muon(wrapped, **how, dedicate={"select": page["muon_on_b"]})
     ref = ReferenceMuon(twin, **how, select=page["muon_on_b"])
     for step in range(4):
