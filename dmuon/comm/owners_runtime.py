@@ -250,8 +250,9 @@ class ReducedRuntime(OwnersRuntime):
         ]
         dtypes = [payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units]
         sizes = Sizes.of(ShardedOptions(bucket_bytes=options.publish_bucket_bytes), self.plan)
-        # Small buckets, when asked for, may all be on their way at once.
-        sizes = replace(sizes, room=max(sizes.room, BUCKET_BYTES))
+        # Small buckets, when asked for, may all be on their way at once; owners, who wait for no
+        # gather, gain nothing from more buckets than these.
+        sizes = replace(sizes, room=max(sizes.room, BUCKET_BYTES), least=1)
         world = self.transport.world
         grid = Grid((1, 1, world), tuple(range(world)))  # every rank has all weights
         shards = Slices(self.plan, grid, self.slices.boxes, ranges_only=False).shards
