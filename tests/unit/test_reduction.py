@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import dmuon.comm.reducer as reducer_module
-from dmuon.comm.reducer import UNDER_WAY
+from dmuon.comm.reducer import UNDER_WAY, RoundState
 from dmuon.comm.transport import Transport, Work
-from tests.unit.models import reduced_in_backward
+from tests.unit.models import reduced_in_backward, reducer_of
 
 
 class Lagging(Transport):
@@ -125,3 +125,20 @@ def test_what_is_collected_on_a_side_stream_is_what_is_collected_at_the_end(
     assert len(found[0]) == 9 and any(g.any() for g in found[0])
     for beside, at_the_end in zip(found[:2], found[2:], strict=True):
         assert all(map(torch.equal, beside, at_the_end))
+
+
+def test_a_round_that_is_owed_is_made():
+    model = nn.Linear(3, 2)
+    reducer = reducer_of(model, Transport())
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.begin()
+    with pytest.raises(RuntimeError, match="OPEN to NONE, only to DONE, OPEN_OWED"):
+        reducer.state.to(RoundState.NONE)
+    reducer.set_sync(False)
+    reducer.set_sync(True)
+    reducer.finish()
+    assert reducer.state is RoundState.OWED, "what was accumulated meanwhile is still to be reduced"
+    reducer.ensure(lambda: None)
+    assert (reducer.state, reducer.rounds) == (RoundState.DONE, 2)
+    reducer.clear()
+    assert (reducer.state, reducer.rounds) == (RoundState.NONE, 0)
