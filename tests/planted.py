@@ -112,7 +112,7 @@ FAULTS = [
     Fault(
         "a second backward overwrites the first", REDUCER,
         "view.add_(part, alpha=self._scale)", "view.copy_(part)",
-        distributed("test_programs.py"),
+        distributed("test_reference.py::test_weights_used_in_bfloat16"),
     ),
     Fault(
         "a gradient that is missing here is what was sent before", REDUCER,
