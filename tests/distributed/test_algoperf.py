@@ -27,7 +27,7 @@ from workloads import WORKLOADS
 
 pytestmark = pytest.mark.cpu_only("an example of CPUs")
 
-STEPS = 4
+STEPS = 2
 TOLERANCE = 1e-5  # of weights, of which some move by 0.1
 
 # Parameters of AlgoPerf's functions, in their order (algorithms/template/submission.py of

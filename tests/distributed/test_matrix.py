@@ -189,7 +189,7 @@ SAME_BITS: list[dict[str, Any]] = [
     {"fixed_kernels": "standard", "rule": "plain sgd", "solver": "round_robin"},
     {"fixed_kernels": "gram", "ns_dtype": "bfloat16", "masters": True},
 ]
-FEW = ("fsdp3", "ddp2", "reduced3", "dedicated hsdp", "tp+fsdp")
+FEW = ("ddp2", "reduced3", "dedicated hsdp", "tp+fsdp")
 
 
 @pytest.mark.parametrize("number", range(len(SAME_BITS)))
