@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of the distributed tests"
     )
+    parser.addoption(
+        "--as-drawn", action="store_true", help="show failing cases of the matrix as they are"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,7 +6,7 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
     link   G0  G1       G2   S0      G3   S1           S2       S3
     rank           NS0            NS1           NS2         NS3
                                   ^ applies the updates of two buckets ago, whose slot is reused;
-                                    the last updates are applied before the next forward
+                                    the last updates are applied before `step` returns
 
 An inbound slot is free again once its matrices are assembled, before their Newton-Schulz begins.
 A bucket that every rank holds whole has no G; its S is an all-gather of its owners' updates.

@@ -29,7 +29,7 @@ from dmuon.types import OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import Layout, data_mesh, mesh_of
+from tests.distributed.layouts import LAYOUTS, Layout, data_mesh, mesh_of
 from tests.distributed.models import Used, batch, half, loss_of, weights
 from tests.distributed.twins import MUON, both
 
@@ -65,12 +65,17 @@ def placed(*placements: Placement | tuple[Placement, ...]) -> Layout:
 
 def equal_gradients(pair: Any, step: int, scale: float = 1.0) -> None:
     """Of `both`; those of matrices times ``scale``."""
-    params = zip(pair.model.parameters(), pair.twin.parameters(), strict=True)
+    params, plain = zip(pair.model.parameters(), pair.twin.parameters(), strict=True), []
     for n, (p, q) in enumerate(params):
         generator = torch.Generator(torch.get_default_device()).manual_seed(100 * step + n)
         q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
         q.grad *= scale if q.ndim > 1 else 1.0
-        p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+        if isinstance(p, DTensor):
+            p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+        else:
+            plain.append((p * q.grad).sum())
+    if plain:  # dmuon takes them in backward
+        torch.stack(plain).sum().backward()
 
 
 ANY = {"rows": (7, 5), "cols": (5, 7), "few": (1, 6), "kernel": (6, 4, 3), "stack": (3, 4, 5),
@@ -103,13 +108,15 @@ def test_any_placement_on_any_dim(rank, world):
 TURNED = {"tall": (20, 6), "tall2": (20, 6), "wide": (6, 20), "wide2": (6, 20), "stack": (2, 20, 6)}
 
 
+@pytest.mark.parametrize("name", ["sharded", "reduced"])
 @distributed(2)
-def test_a_matrix_and_its_transpose_in_one_batch(rank, world):
+def test_a_matrix_and_its_transpose_in_one_batch(rank, world, name):
     costs = CostTable("made up", {(6, 20, "float32"): {1: 3.0, 8: 3.1}})  # batches are cheap
     build = lambda: Shapes(TURNED, conv=nn.Conv2d(5, 6, 2, bias=False))  # noqa: E731
     asked = {"select": EVERYTHING, "muon": ORIGINAL, "round": equal_gradients}
     asked |= {"request": {"costs": costs, "solver": "auto"}}
-    with both(build, placed(*[Replicate()] * (len(TURNED) + 1)), **asked) as pair:
+    laid = placed(*[Replicate()] * (len(TURNED) + 1)) if name == "sharded" else LAYOUTS[name]
+    with both(build, laid, **asked) as pair:
         assert any(any(unit.transposed) for unit in pair.own.runtime.units)
         pair.train([0])
         pair.check()
