@@ -93,20 +93,20 @@ def test_on_fsdp2_shards(rank: int, world: int) -> None:
     for nesterov, kind in zip(cycle((True, False)), SHARDED):
         model = sharded_model(world)
         optimizer = kind(model.parameters(), nesterov=nesterov, ns_dtype=torch.float32, **SETTINGS)
-        for step in range(2):
+        for step in range(4):
             loss_of(model, step, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert_close(model, reference(2, world, nesterov))
+        assert_close(model, reference(4, world, nesterov))
 
 
 @distributed(4)
 def test_on_replicated_weights(rank: int, world: int) -> None:
-    expected = reference(2, world, nesterov=True)
+    expected = reference(4, world, nesterov=True)
     for kind, options in REPLICATED:
         model = stack()
         optimizer = kind(model.parameters(), ns_dtype=torch.float32, **SETTINGS, **options)
-        for step in range(2):
+        for step in range(4):
             loss_of(model, step, rank).backward()
             optimizer.sync_gradients()
             optimizer.step()
