@@ -207,7 +207,7 @@ FAULTS = [
     Fault(
         "verification forgets momentum", VERIFY,
         "momentum.to(self.working, copy=True)", "momentum.to(self.working, copy=True).zero_()",
-        matrix("dedicated2"),
+        distributed("test_verify.py"),
     ),
     Fault(
         "momentum of some matrices of a batch is lost at owners", OWNERS,
