@@ -14,7 +14,6 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -30,7 +29,7 @@ from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Copies, Pipeline
 from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.transport import Transport, Work
-from dmuon.config import BUCKET_BYTES, ReplicatedOptions, ShardedOptions
+from dmuon.config import ReplicatedOptions, ShardedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Sizes, Unit, units_of
 from dmuon.scheduler.specs import ITEM_SIZE, Box
@@ -250,9 +249,6 @@ class ReducedRuntime(OwnersRuntime):
         ]
         dtypes = [payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units]
         sizes = Sizes.of(ShardedOptions(bucket_bytes=options.publish_bucket_bytes), self.plan)
-        # Small buckets, when asked for, may all be on their way at once; owners, who wait for no
-        # gather, gain nothing from more buckets than these.
-        sizes = replace(sizes, room=max(sizes.room, BUCKET_BYTES), least=1)
         world = self.transport.world
         grid = Grid((1, 1, world), tuple(range(world)))  # every rank has all weights
         shards = Slices(self.plan, grid, self.slices.boxes, ranges_only=False).shards

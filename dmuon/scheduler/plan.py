@@ -466,6 +466,9 @@ class Sizes:
         room = size or BUCKET_BYTES
         if size is None and least is None and plan.bucket_bytes is not None:
             size, least, room = plan.bucket_bytes, 1, max(BUCKET_BYTES, plan.bucket_bytes)
+        if plan.layout is Layout.REDUCED:
+            # Owners wait for no gather that more buckets would hide, and all may be on their way.
+            room, least = max(room, BUCKET_BYTES), 1
         return cls(size or BUCKET_BYTES, room, least, rings=plan.rings)
 
 

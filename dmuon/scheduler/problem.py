@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -71,7 +71,7 @@ class Shape:
     count: int
     nbytes: int
     batch_ticks: tuple[int, ...]
-    members: tuple[int, ...] = field(default=(), compare=False)
+    members: tuple[int, ...] = ()
 
     @cached_property
     def ticks(self) -> Ints:
