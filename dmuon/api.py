@@ -447,7 +447,10 @@ class _Found:
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
-        lines = [f"code=dmuon {code_hash()}, torch {torch.__version__}", str(self.topology)]
+        lines = [f"code=dmuon {code_hash()}, torch {torch.__version__}"]
+        each = self.topology.ranks_per_node  # before what follows from it
+        lines += [f"ranks per node, LOCAL_WORLD_SIZE or PlannerOptions(ranks_per_node=...)={each}"]
+        lines += [str(self.topology)]
         specs: list[Any] = [*self.specs.parameters, *self.specs.matrices]
         for spec in specs:
             values = ((f.name, getattr(spec, f.name)) for f in fields(spec))

@@ -103,7 +103,8 @@ def _launcher(own: devices.Device) -> str:
     if (world := os.environ.get("WORLD_SIZE")) is None:
         return "none (WORLD_SIZE is not set): one process"
     rank, here = os.environ.get("RANK"), os.environ.get("LOCAL_WORLD_SIZE")
-    return f"rank {rank} of {world}, {here} per node"
+    each = "all on one node (LOCAL_WORLD_SIZE is not set)" if here is None else f"{here} per node"
+    return f"rank {rank} of {world}, {each}"
 
 
 def _newton_schulz(own: devices.Device) -> str:

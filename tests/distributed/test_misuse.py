@@ -126,6 +126,7 @@ PLANNING = [
     (used, {"options": dmuon.ReplicatedOptions(bucket_bytes=1001)}, "disagree", ONE),
     (used, {"options": dmuon.ReplicatedOptions(reduce_dtype=torch.float64)}, "disagree", ONE),
     (used, {"planner": dmuon.PlannerOptions(max_batch=2)}, "disagree", ONE),
+    (used, {"planner": dmuon.PlannerOptions(ranks_per_node=1)}, r"rank 1 has .*LOCAL_W.*=1", ONE),
     (used, {"costs": "analytic:h200"}, "disagree", ONE),
     (used, {"solver": "round_robin"}, "disagree", ONE),
     (used, {"heads": {"*.up.weight": 2}}, "disagree", ONE),

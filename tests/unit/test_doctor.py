@@ -71,6 +71,8 @@ def test_it_tells_of_a_launcher_without_making_a_process_group(capsys, monkeypat
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert lines(capsys)["launcher"] == "rank 3 of 16, 8 per node"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert "all on one node (LOCAL_WORLD_SIZE is not set)" in lines(capsys)["launcher"]
     assert not dist.is_initialized()
 
 

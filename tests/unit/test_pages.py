@@ -62,7 +62,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def _yaml(text: str) -> object:
-    return pytest.importorskip("yaml").safe_load(text)
+    return list(pytest.importorskip("yaml").safe_load_all(text))
 
 
 def _toml(text: str) -> object:
@@ -147,6 +147,7 @@ loss_fn = lambda model, t: model(t).square().mean()
 batches = lambda step, data_rank: torch.randint(11, (4, 6))
 """,
     "docs/checkpoints.md": SHARDING + "rank, step, opt = 0, 1, dmuon.Muon(model)",
+    "docs/clusters.md": "__name__ = '__main__'",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
     "docs/metrics.md": METRICS,
