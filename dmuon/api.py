@@ -268,7 +268,7 @@ def plan_groups(
         return groups.specs(now)
 
     ownership = plan_given(Given(model, now, routed, before, sizes), request)
-    if not ownership.plan.specs.matrices and ownership.rank == 0:
+    if not (ownership.plan.specs.matrices or groups.is_stage) and ownership.rank == 0:
         warn(
             "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
             "when one is unfrozen, or added with opt.add_param_group",

@@ -131,7 +131,8 @@ class ParamGroups:
     """The parameters of an optimizer by param group: their ``names``, canonical or made up, and the
     ``algorithms`` they need. ``routes`` says by name how each parameter is updated, decided when it
     was passed; for a frozen one, how it would be. ``models`` hold the parameters. ``defaults`` are
-    the hyperparameters of matrices and of others, ``selection`` the user's select and splits."""
+    the hyperparameters of matrices and of others, ``selection`` the user's select and splits.
+    ``is_stage``: these are part of a pipeline, which may have no matrix."""
 
     def __init__(self, passed: object) -> None:
         self._passed = weakref.ref(passed) if isinstance(passed, nn.Module) else None
@@ -141,6 +142,7 @@ class ParamGroups:
         self.routes: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
         self.selection: dict[str, Any] = {}
+        self.is_stage = False
         self._places: dict[str, _Place] = {}
         self._are_named = False  # torch accepts names for all groups or for none
 
@@ -172,7 +174,8 @@ class ParamGroups:
         if not planned:
             # The head alone may be trained first, and matrices later.
             late = any(matrices for _, matrices in frozen.values())
-            routes = self._routed(everyone, partial=bool(first) or self._passed is None or late)
+            partial = self.is_stage or first > 0 or self._passed is None or late
+            routes = self._routed(everyone, partial=partial)
         self.routes = {**frozen, **self.routes, **routes}
         made, algorithms = [], []
         for number, (group, own, pairs) in enumerate(zip(given, names, found), first):
@@ -337,7 +340,8 @@ class ParamGroups:
         # No matrix is an error, unless others may be unfrozen or added after a head was trained.
         models = (reference() for reference in self.models)
         others = (p for model in models if model is not None for p in model.parameters())
-        if not specs.matrices and not any(p.ndim > 1 and not p.requires_grad for p in others):
+        may_come = self.is_stage or any(p.ndim > 1 and not p.requires_grad for p in others)
+        if not specs.matrices and not may_come:
             raise no_matrix(specs.parameters)
         return specs
 

@@ -18,7 +18,9 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -26,7 +28,7 @@ from dmuon import config, devices
 from dmuon.api import Dedicate, Request, log_plan, plan_groups
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
-from dmuon.comm.process_groups import attempt_in_all, check_planned_together
+from dmuon.comm.process_groups import Stages, attempt_in_all, check_planned_together
 from dmuon.comm.transport import C10dTransport
 from dmuon.config import Period, Schedule
 from dmuon.devices import host_can_read
@@ -46,13 +48,14 @@ from dmuon.groups import (
 from dmuon.kernels import choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import Orthogonalizer
-from dmuon.ownership import Ownership, ownerships_in, routes_in
+from dmuon.ownership import Ownership, ownerships_in, routes_in, staged
 from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.specs import ModelSpecs, StateSizes, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
+from dmuon.step.verdict import join
 from dmuon.types import (
     Adjustment,
     Coefficients,
@@ -116,6 +119,9 @@ class Muon(Optimizer):
             accelerator at the next step), and count it in `stats`; or "raise". Block steps skip
             the blocks with such gradients; all ranks learn of it, or raise, in the next full step,
             and with ``period=math.inf`` that rank alone warns or raises.
+        nonfinite_group: ranks of all pipeline stages, one of each, that skip a (full) step together
+            and whose gradients `clip_grad_norm_` and `metrics` join: a process group or a mesh of
+            one axis, ``mesh["pp"]`` (docs/frameworks/pipeline.md). One more small all-reduce.
         verify_every: after this many steps each rank recomputes the updates of some matrices and
             compares them with its weights; corruption raises on every rank (docs/reliability.md).
         variant: a change to orthogonalized matrices: "normuon" (a second moment per row, arXiv
@@ -162,6 +168,7 @@ class Muon(Optimizer):
         ns_dtype: DtypeName | torch.dtype = "auto",
         master_weights: bool = False,
         nonfinite: Literal["skip", "raise"] = "skip",
+        nonfinite_group: DeviceMesh | dist.ProcessGroup | None = None,
         verify_every: int | None = None,
         variant: Literal["normuon"] | Rule | None = None,
         cautious_weight_decay: bool = False,
@@ -192,7 +199,7 @@ class Muon(Optimizer):
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, ParamGroups(params))
-        asked = muon, adamw, period, dedicate
+        asked = muon, adamw, period, dedicate, nonfinite_group
         made = attempt_in_all(transports, lambda: self._prepare(given, ownerships, *asked))
         _keep_compiler_out()
         super().__init__(made, {})
@@ -210,6 +217,7 @@ class Muon(Optimizer):
         adamw: config.AdamWDefaults,
         period: Period,
         dedicate: Dedicate | None,
+        nonfinite_group: DeviceMesh | dist.ProcessGroup | None,
     ) -> list[Group]:
         """Check and complete the param groups. Not a collective call: `_bind` compares ranks."""
         run = self._run
@@ -217,6 +225,14 @@ class Muon(Optimizer):
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
+        if nonfinite_group is not None:
+            if run.schedule.never_full:
+                raise ValueError(
+                    "nonfinite_group with period=math.inf: ranks agree in full steps, and there is "
+                    "none. Leave nonfinite_group out, or pass a finite period"
+                )
+            run.stages = staged[run.groups] = Stages(nonfinite_group)
+            run.groups.is_stage = True
         run.asked = Request.of(dedicate, ownerships)
         run.groups.selection = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
         made = run.groups.read(given, routes_in(ownerships))
@@ -350,6 +366,8 @@ class Muon(Optimizer):
         ns_dtype, speeds = choice.common_choice(found, device)
         agreed = run.switches | {"ns_dtype": ns_dtype}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
+        if run.stages is not None and not again:
+            run.stages.check(transports, self._text_of_run())
         del agreed["verify_every"]
         settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
@@ -428,12 +446,18 @@ class Muon(Optimizer):
     def _text(self, ownerships: Sequence[Ownership], made: Sequence[Group]) -> str:
         """List, in lines, values to agree on; shapes are logical, because of placeholders."""
         shapes = {p: spec.shape for p, (spec, _) in routes_in(ownerships).items()}
-        values = self._run.switches | {"period": self._run.schedule.describe()}
-        lines = [f"{k}={v}" for k, v in values.items()]
+        lines = [self._text_of_run()]
         for number, group in enumerate(made):
             found = [shapes.get(p, tuple(p.shape)) for p in self.param_groups[number]["params"]]
             lines += describe(group, number, found)
         return "\n".join(lines)
+
+    def _text_of_run(self) -> str:
+        """List, in lines, values to agree on with other pipeline stages, too."""
+        run = self._run
+        stages = None if run.stages is None else len(run.stages.ranks)
+        values = run.switches | {"period": run.schedule.describe(), "nonfinite_group": stages}
+        return "\n".join(f"{k}={v}" for k, v in values.items())
 
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
         """Drop the engines, so that the next step plans again."""
@@ -509,6 +533,12 @@ class Muon(Optimizer):
         for engine in run.engines if verifies else ():
             engine.take_sample(run.verified)
         full = run.schedule.is_full(run.schedule.t)
+        for engine in run.engines:
+            engine.send(refusal)
+        if run.stages is not None and full:
+            error = join(run.stages, [engine.received() for engine in run.engines])
+            if error is not None:
+                raise refusal or error
         for engine, ownership in zip(run.engines, run.ownerships, strict=True):
             try:
                 engine.launch(refusal)
@@ -796,6 +826,7 @@ class _Run:
     engines: list[Engine] = field(default_factory=list)
     ownerships: list[Ownership] = field(default_factory=list)
     accepted: Accepted | None = None
+    stages: Stages | None = None
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.hooks import fsdp_roots, hidden_parameters
 from dmuon.comm.layout import Gradients, LayoutRuntime
-from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
+from dmuon.comm.process_groups import Stages
+from dmuon.dtensors import compute_device, is_distributed, local_tensor, whole_tensor
+from dmuon.groups import ParamGroups
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import Route, routes_of
 from dmuon.scheduler.specs import StateSizes, canonical_name
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 _owner_by_parameter: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakValueDictionary()
 # A model keeps its ownership alive, even without its handle; an ownership keeps no module.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
+# The other pipeline stages that an optimizer with these param groups agrees with.
+staged: weakref.WeakKeyDictionary[ParamGroups, Stages] = weakref.WeakKeyDictionary()
 
 
 class Ownership:
@@ -222,6 +226,16 @@ def routes_in(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
     return dict(chain.from_iterable(routes))
 
 
+def stages_of(model: nn.Module) -> Stages | None:
+    """Return the ``nonfinite_group`` of the optimizer that trains modules of ``model``."""
+    mine = {*model.modules()}
+    for groups, stages in staged.items():
+        models = (reference() for reference in groups.models)
+        if any(not mine.isdisjoint(m.modules()) for m in models if m is not None):
+            return stages
+    return None
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Make backward accumulate gradients only locally, as `DistributedDataParallel.no_sync` does.
@@ -254,7 +268,9 @@ def clip_grad_norm_(
     Like `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm before scaling
     is returned (0-d), counts every gradient once, including matrices at their owners, and is the
     same on every rank. A collective call, after backward and before `step`. Unlike torch's function
-    it accepts gradients on several meshes (tensor parallelism of a part of the model).
+    it accepts gradients on several meshes (tensor parallelism of a part of the model), and with
+    `Muon`'s ``nonfinite_group`` the norm is that of all pipeline stages: call it once, with all
+    parts of the rank (``nn.ModuleList(parts)``).
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -282,9 +298,13 @@ def clip_grad_norm_(
     parts = [runtime.gradients() for runtime in runtimes]
     norms = [_norm_over_ranks(r, g, norm_type) for r, g in zip(runtimes, parts, strict=True)]
     norms += [_norm(extra, norm_type, extra[0].device)] if extra else []
-    if not norms:
+    stages = stages_of(model)
+    if not norms and stages is None:
         return torch.zeros(())
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float32)
+    total = _joint(norms or [torch.zeros((), dtype=torch.float64)], norm_type)
+    if stages is not None:
+        total = _over(total.to(compute_device([*model.parameters()])), norm_type, stages.all_reduce)
+    total = total.to(torch.float32)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
@@ -314,10 +334,23 @@ def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Te
 
 def _norm_over_ranks(runtime: LayoutRuntime, gradients: Gradients, norm_type: float) -> Tensor:
     """Return the norm of one ownership's gradients over all its ranks, the same on each."""
-    is_max = math.isinf(norm_type)
     counted = _norm(gradients.counted, norm_type, runtime.device).to(runtime.device)
-    power = counted if is_max else counted.pow(norm_type)
-    runtime.transport.all_reduce(power, tag="norm", maximum=is_max).wait()
-    norms = [power if is_max else power.pow(1 / norm_type)]
+
+    def reduce(tensor: Tensor, *, maximum: bool) -> None:
+        runtime.transport.all_reduce(tensor, tag="norm", maximum=maximum).wait()
+
+    norms = [_over(counted, norm_type, reduce)]
     norms += [_norm(gradients.common, norm_type, runtime.device)] if gradients.common else []
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return _joint(norms, norm_type)
+
+
+def _over(norm: Tensor, norm_type: float, reduce: Callable[..., None]) -> Tensor:
+    """Return the joint norm of all ranks' norms, by a collective ``reduce``."""
+    is_max = math.isinf(norm_type)
+    power = norm.clone() if is_max else norm.pow(norm_type)
+    reduce(power, maximum=is_max)
+    return power if is_max else power.pow(1 / norm_type)
+
+
+def _joint(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)

@@ -243,6 +243,21 @@ FAULTS = [
         "operands of skipped matrices travel", PARAMS,
         "            operands.mask(bad)", "            pass", matrix("fsdp2", "ddp2"),
     ),
+    Fault(
+        "pipeline stages do not hear what others found", "dmuon/step/verdict.py",
+        "last[_BAD_ELSEWHERE : _REFUSED_ELSEWHERE + 1].copy_(elsewhere)", "pass",
+        distributed("test_pipeline.py::test_stages_skip_a_step_together"),
+    ),
+    Fault(
+        "a stage that plans again meets the others once more", "dmuon/optim.py",
+        "if run.stages is not None and not again:", "if run.stages is not None:",
+        distributed("test_pipeline.py::test_a_stage_plans_again_while_the_others_wait"),
+    ),
+    Fault(
+        "clipping forgets other stages", "dmuon/ownership.py",
+        "    if stages is not None:\n        total", "    if False:\n        total",
+        distributed("test_pipeline.py::test_one_norm_over_all_stages"),
+    ),
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import TypeVar
 
@@ -24,8 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.transport import Meter, Transport
+from dmuon.comm.transport import C10dTransport, Meter, Transport
 from dmuon.scheduler.topology import Topology
 from dmuon.types import ConsensusError, OwnershipError, first_of, grouped
 
@@ -127,6 +129,45 @@ class ProcessGroups:
     def close(self) -> None:
         for transport in self._all:
             transport.close()
+
+
+class Stages:
+    """One rank of each pipeline stage, which skip steps together: `dmuon.Muon`'s
+    ``nonfinite_group``. Connected by the first use, which is a collective call of its ranks."""
+
+    def __init__(self, group: object) -> None:
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise TypeError(
+                "nonfinite_group must be a process group that has this rank, or a DeviceMesh of "
+                f'one axis, such as mesh["pp"], found {group!r}'
+            )
+        self._group = group
+        self.ranks = dist.get_process_group_ranks(group)
+
+    @cached_property
+    def _transport(self) -> Transport:
+        return C10dTransport(self.ranks, parent=self._group)
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        self._transport.all_reduce(tensor, tag="nonfinite_group", maximum=maximum).wait()
+
+    def check(self, transports: Sequence[Transport], text: str) -> None:
+        """Raise OwnershipError unless this is the only rank of its meshes in the group, and
+        ConsensusError unless ``text`` is the same on all; a collective call."""
+        meshes = [set(transport.gather_objects(dist.get_rank())) for transport in transports]
+
+        def alone() -> None:
+            if any(len(shared := mesh.intersection(self.ranks)) > 1 for mesh in meshes):
+                raise OwnershipError(
+                    f"nonfinite_group has the ranks {sorted(shared)}, which train one stage and "
+                    "skip together anyway: pass a group with one rank of each pipeline stage, such "
+                    'as mesh["pp"]'
+                )
+
+        attempt_in_all(transports, alone)
+        attempt_in_all([self._transport], lambda: text, digest=str)
 
 
 @torch.no_grad()

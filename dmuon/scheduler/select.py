@@ -629,7 +629,7 @@ def no_matrix(parameters: Sequence[ParameterSpec]) -> SelectionError:
         "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
         + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
         + ". Say what is one (select=lambda name, p: ..., in dmuon.Muon as dedicate={'select': "
-        "...}), or use torch.optim.AdamW"
+        "...}), use torch.optim.AdamW, or, for a stage of a pipeline, pass nonfinite_group="
     )
 
 

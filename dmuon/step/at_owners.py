@@ -187,16 +187,20 @@ class OwnersEngine(Engine):
             if p.grad is not None
         }
 
-    def launch(self, refusal: Exception | None) -> None:
-        runtime, on_host = self._runtime, host_can_read(self._runtime.device)
+    def send(self, refusal: Exception | None) -> None:
+        runtime = self._runtime
         if refusal is None:
             self._begin_update()
-        norms, vector = self._message_of_step(refusal)
-        runtime.meter["verdict"] += vector.nbytes
-        runtime.meter.wait("verdict", [runtime.transport.all_reduce(vector, tag="verdict")])
+        self._filled, self._vector = self._message_of_step(refusal)
+        runtime.meter["verdict"] += self._vector.nbytes
+        self._sent = [runtime.transport.all_reduce(self._vector, tag="verdict")]
+
+    def launch(self, refusal: Exception | None) -> None:
+        runtime, on_host = self._runtime, host_can_read(self._runtime.device)
+        _, vector = self.received()
         if refusal is not None and on_host:
             raise refusal
-        verdict = self._message.read(vector, norms, ())
+        verdict = self._message.read(vector, self._filled, ())
         self._note(False if verdict is None else verdict.finite)
         self._verdict = verdict or Verdict(False)
         if verdict is None:

@@ -152,6 +152,7 @@ class Engine(ABC):
         runtime, optimizer, settings = self._runtime, self._optimizer, self._settings
         runtime.one_by_one = self._kernels.options.is_fixed
         self._amp = Amp()
+        self._vector, self._sent = torch.zeros(0), list[Work]()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips(torch.zeros(BLOCKS, dtype=torch.float64, device=runtime.device))
         # Probe now: a first probe inside `step` would wait for the device.
@@ -301,6 +302,15 @@ class Engine(ABC):
         """Collect the local gradients by parameter, at least AdamW's."""
 
     @abstractmethod
+    def send(self, refusal: Exception | None) -> None:
+        """Look at the gradients and, in a full step, send this rank's message about them."""
+
+    def received(self) -> tuple[VerdictMessage, Tensor]:
+        """Wait for the sum of all ranks' messages, and return it with its reader."""
+        self._runtime.meter.wait("verdict", self._sent)
+        return self._message, self._vector
+
+    @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
         """Update the matrices, except for work that may wait until the end. ``refusal`` may be of
         any engine, so that no other engine has stepped when one refuses."""
@@ -344,7 +354,8 @@ class Engine(ABC):
         names = [name for name, reason in found.items() if reason] or [*found]
         why = found.get(names[0]) if names else ""
         cause = f"momentum is {why}" if why else "gradients are not finite"
-        cause = f"because {cause}: {first_of(names) or 'their sum of squares'}"
+        other = "those of another pipeline stage" if message.elsewhere else "their sum of squares"
+        cause = f"because {cause}: {first_of(names) or other}"
         skipped, kept = [], "They are"
         if blocks:
             first, s = message.since + blocks[0], "s" * (len(blocks) > 1)

@@ -287,14 +287,13 @@ class ParamsEngine(Engine):
         found = enumerate(self._runtime.local_gradients())
         self._grads = {i: grad for i, grad in found if grad is not None}
 
-    def launch(self, refusal: Exception | None) -> None:
-        grads, self._grads = self._grads, {}
-        is_full = self._settings.schedule.is_full(self._settings.schedule.t)
+    def send(self, refusal: Exception | None) -> None:
+        self._is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
-            if is_full:
-                self._refuse(refusal)
-            raise refusal
-        if not grads:
+            if self._is_full:
+                self._send_refusal(refusal)
+            return
+        if not self._grads:
             warn(
                 "dmuon: no parameter has a gradient in this step: did you call backward()? (HSDP "
                 "needs model.set_requires_all_reduce(True).) If the model was sharded or wrapped "
@@ -303,9 +302,18 @@ class ParamsEngine(Engine):
                 UserWarning,
             )
         self._begin_update()
-        step = self._full_step if is_full else self._block_step
         self._updates = (), None
-        finite = step(grads, [i in grads for i in range(len(self._runtime.parameters))])
+        if self._is_full:
+            self._send_message()
+
+    def launch(self, refusal: Exception | None) -> None:
+        grads, self._grads = self._grads, {}
+        is_full = self._is_full
+        if refusal is not None:
+            if is_full:
+                self._keep()
+            raise refusal
+        finite = self._full_step(grads) if is_full else self._block_step(grads)
         never = self._settings.schedule.never_full
         self._note(finite, is_late=not (is_full or never))
         if never:
@@ -317,15 +325,19 @@ class ParamsEngine(Engine):
         if self._last.full:  # this may issue a collective, and a block step must not
             super().finish()
 
-    def _refuse(self, refusal: Exception) -> None:
-        """Take part in a full step that changes nothing and tells the other ranks."""
-        runtime = self._runtime
-        vector = self._message.refuse(self._late, is_new=isinstance(refusal, NewParameters))
-        runtime.all_reduce(vector, "norms").wait()
+    def _send_refusal(self, refusal: Exception) -> None:
+        """Tell the other ranks that nothing may change. Raise `NewParameters` if all have some."""
+        is_new = isinstance(refusal, NewParameters)
+        self._vector = self._message.refuse(self._late, is_new=is_new)
+        self._sent = [self._runtime.all_reduce(self._vector, "norms")]
         if isinstance(refusal, NewParameters):
-            refusal.agreed = self._message.all_are_new(vector)
+            refusal.agreed = self._message.all_are_new(self.received()[1])
             if refusal.agreed:
-                return
+                raise refusal
+
+    def _keep(self) -> None:
+        """Take part in the rest of a full step that changes nothing."""
+        runtime, (_, vector) = self._runtime, self.received()
         if host_can_read(runtime.device):
             return
         self._message.note(vector)
@@ -355,9 +367,12 @@ class ParamsEngine(Engine):
         """The flags of block steps to send in a full step; None if there are no block steps."""
         return None if self._settings.schedule.always_full else self.skips.late
 
-    def _full_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
-        """Take the step except for the last updates; False if a non-finite gradient stopped it."""
-        runtime, operands = self._runtime, self._operands
+    def _here(self, grads: Gradients) -> list[bool]:
+        """Return which parameters have a gradient on this rank."""
+        return [i in grads for i in range(len(self._runtime.parameters))]
+
+    def _send_message(self) -> None:
+        operands, grads, here = self._operands, self._grads, self._here(self._grads)
         of_blocks = operands.gradients(grads)
         norms = operands.fill(of_blocks, self._hypers)
         inf, late = self._amp.found_inf, self._late
@@ -365,11 +380,19 @@ class ParamsEngine(Engine):
             inf = late.sum() if inf is None else late.sum() + inf.to(late)
         checked, of_grads = self._checked(grads)
         of_grads += operands.gradient_squares(of_blocks)
-        vector, sent = self._message.fill(norms, checked, here, inf, of_grads, None, late, grads)
-        work = runtime.all_reduce(sent, "norms")
+        how = checked, here, inf, of_grads, None, late, grads
+        self._vector, sent = self._message.fill(norms, *how)
+        self._sent = [self._runtime.all_reduce(sent, "norms")]
+        self._filled = of_blocks, norms
+
+    def _full_step(self, grads: Gradients) -> bool | Tensor:
+        """Take the step except for the last updates; False if a non-finite gradient stopped it."""
+        runtime, operands, here = self._runtime, self._operands, self._here(grads)
+        of_blocks, norms = self._filled
+        del self._filled  # gradients
 
         def agreed() -> Verdict | None:
-            runtime.meter.wait("verdict", [work])
+            _, vector = self.received()
             verdict = self._message.read(vector, norms, here)
             self._count_late(vector)
             return verdict
@@ -434,7 +457,8 @@ class ParamsEngine(Engine):
             lr = self._hypers[arrived.group].adjusted(arrived.rows, arrived.cols)
             self._apply(arrived.group, arrived.blocks, arrived.updates, lr, own)
 
-    def _block_step(self, grads: Gradients, here: Sequence[bool]) -> bool | Tensor:
+    def _block_step(self, grads: Gradients) -> bool | Tensor:
+        here = self._here(grads)
         state, operands = self._state, self._block_operands
         of_blocks = operands.gradients(grads)
         norms = operands.fill(of_blocks, self._hypers)

@@ -9,6 +9,7 @@
               | ranks with new parameters | matrices below eps whose norms do not travel
                 all: they plan again
               | squares of gradients, for `Muon.metrics`
+              | what other pipeline stages found: not finite, refusals (0 when sent, see `join`)
               | for each block step since the last full one: how many ranks skipped parts of it
               | in the first steps and then rarely, for each parameter that replicas hold: sums of
                 samples of its gradient, of their squares, of ranks    different: an error
@@ -29,20 +30,21 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.process_groups import different, refused
+from dmuon.comm.process_groups import Stages, different, refused
 from dmuon.config import Schedule, is_exchange_step
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.types import ConsensusError, HyperDigest, Layout, OwnershipError
+from dmuon.types import ConsensusError, DmuonError, HyperDigest, Layout, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
 _SAMPLED = 16  # gradient elements to compare, because norms of large gradients hardly differ
 _MOST_SPREAD = 1e-4  # over ranks, relative to their mean square: 1%, which no rounding causes
 # The last fields of a message, from `Fields.end` on.
-_BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _GRADS, _LAST = range(9)
+_BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _BAD_ELSEWHERE, _REFUSED_ELSEWHERE = range(7)
+_NEW, _BELOW, _GRADS, _LAST = range(7, 11)
 _TO_AVERAGE = {  # how to average gradients, by layout
     Layout.SHARDED: "over the mesh axis that replicates. FSDP2 on a mesh with that axis (HSDP) "
     "does it in a backward that has model.set_requires_all_reduce(True); else average by hand",
@@ -140,13 +142,15 @@ class Fields:
 
 @dataclass(slots=True)
 class Findings:
-    """Findings of the last message: whether something was not finite; the ``square`` of the joint
-    norm of all gradients; how many matrices were below eps, which of them all ranks know, and this
-    rank's knowledge of others (numbers, flags). ``not_finite`` has flags of this rank's matrices,
-    then of AdamW's parameters. ``late``: how many ranks skipped parts of each block step before it,
-    the first of which was step ``since``."""
+    """Findings of the last message: whether something was not finite, perhaps ``elsewhere``, in
+    another pipeline stage; the ``square`` of the joint norm of all gradients; how many matrices
+    were below eps, which of them all ranks know, and this rank's knowledge of others (numbers,
+    flags). ``not_finite`` has flags of this rank's matrices, then of AdamW's parameters. ``late``:
+    how many ranks skipped parts of each block step before it, the first of which was step
+    ``since``."""
 
     is_bad: bool = False
+    elsewhere: bool = False
     late: Sequence[float] = ()
     since: int = 0
     square: float | None = None
@@ -332,14 +336,7 @@ class VerdictMessage:
                 bad = vector.index_select(0, fields.block_flag_index) == 0
             absent = {p: True for p, f in enumerate(fields.flags) if not values[f]}
             return Verdict(True, bad, absent)
-        spread = self.note(vector)
-        last = vector[fields.end : fields.end + _NEW]
-        ok = (last == self._expected).all() & shared.isfinite().all()
-        if self._layout is Layout.REPLICATED:
-            ranks = vector[fields.norms : fields.end]  # numbers of ranks that have a gradient
-            ok &= ((ranks == 0) | (ranks == self._transport.world)).all()
-        if self._compares:
-            ok &= (spread <= _MOST_SPREAD).all()
+        ok = self._accepts(vector, self.note(vector))
         skip = ok.logical_not()
         if all(here):
             return Verdict(ok, skip.to(norms.device), others=skip.float())
@@ -348,6 +345,40 @@ class VerdictMessage:
         missing = {p: flags[fields.flags[p]] for p, is_here in enumerate(here) if not is_here}
         of_blocks = stays.index_select(0, fields.block_flag_index).to(norms.device)
         return Verdict(ok, of_blocks, missing, skip.float())
+
+    def _accepts(self, vector: Tensor, spread: Tensor) -> Tensor:
+        """Return whether no rank objects to the step, 0-d."""
+        fields = self._fields
+        ok = (vector[fields.end : fields.end + _NEW] == self._expected).all()
+        ok &= vector[: fields.norms].isfinite().all()
+        if self._layout is Layout.REPLICATED:
+            ranks = vector[fields.norms : fields.end]  # numbers of ranks that have a gradient
+            ok &= ((ranks == 0) | (ranks == self._transport.world)).all()
+        if self._compares:
+            ok &= (spread <= _MOST_SPREAD).all()
+        return ok
+
+    def outcome(self, vector: Tensor) -> tuple[Tensor, Exception | None]:
+        """Return (whether something is not finite, whether a rank refuses, squares of gradients) by
+        a summed vector, [3], for other stages; and an error that the host can see."""
+        fields, error = self._fields, None
+        last, norms = vector[fields.end : fields.late], vector[: fields.norms]
+        bad, refused = (last[_BAD] > 0) | norms.isfinite().all().logical_not(), last[_REFUSE] > 0
+        if self._on_host:
+            try:
+                self._raise(vector[: fields.sent].tolist() + self._spread(vector).tolist())
+            except DmuonError as found:
+                error = found
+                refused.fill_(True)
+        else:
+            refused |= (self._accepts(vector, self._spread(vector)) | bad).logical_not()
+        return torch.stack([bad.double(), refused.double(), last[_GRADS]]), error
+
+    def hear(self, vector: Tensor, elsewhere: Tensor, square: Tensor) -> None:
+        """Add to a summed vector what other stages found, [2], and a sum of squares."""
+        last = vector[self._fields.end : self._fields.late]
+        last[_BAD_ELSEWHERE : _REFUSED_ELSEWHERE + 1].copy_(elsewhere)
+        last[_GRADS].copy_(square)
 
     def note(self, vector: Tensor) -> Tensor:
         """Keep a summed vector for `raise_noted`, with its `_spread`, which is returned."""
@@ -378,7 +409,7 @@ class VerdictMessage:
         non-finite values. OwnershipError: gradients that should be equal are not."""
         fields, found, world = self._fields, self.found, self._transport.world
         last = values[fields.end : fields.alike]
-        count, ranks, step, square = map(int, last[_REFUSE:_NEW])
+        count, ranks, step, square = map(int, last[_REFUSE:_BAD_ELSEWHERE])
         found.is_bad = False
         if count:
             if count < world:  # otherwise each rank has raised its own error
@@ -386,8 +417,14 @@ class VerdictMessage:
             return
         if world * square != step * step:
             self._raise_difference()
+        if last[_REFUSED_ELSEWHERE]:
+            raise ConsensusError(
+                "another pipeline stage (its rank in nonfinite_group) cannot take this step: look "
+                "for the error in the output of its ranks. Nothing was changed here"
+            )
         norms, found.square, found.late = values[: fields.norms], last[_GRADS], last[_LAST:]
-        found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
+        found.elsewhere = last[_BAD_ELSEWHERE] > 0
+        found.is_bad = last[_BAD] > 0 or found.elsewhere or not all(map(math.isfinite, norms))
         if found.is_bad:  # the step is skipped, and non-finite gradients may differ
             return
         is_alike = self._layout is Layout.REPLICATED and world > 1
@@ -433,6 +470,22 @@ class VerdictMessage:
         """Yield names that this rank knows; reads the values sent last."""
         yield from (self._specs.matrices[i].name for i in self.found.below)
         yield from suspects(self._specs, [self.found.below_here])
+
+
+def join(stages: Stages, received: Sequence[tuple[VerdictMessage, Tensor]]) -> Exception | None:
+    """Let all pipeline stages know, in one all-reduce, whether one of them skips or refuses a step.
+
+    ``received`` are this rank's messages with the vectors that its stages have summed up. Return an
+    error of theirs, to be raised. The joint square of gradients goes to the first, as metrics add
+    up. Waits for nothing on the host where that cannot read from the device."""
+    found = [message.outcome(vector) for message, vector in received]
+    mine = torch.stack([outcome for outcome, _ in found])
+    total = mine.sum(0)
+    stages.all_reduce(total)
+    for n, (message, vector) in enumerate(received):
+        square = total[2] if n == 0 else torch.zeros_like(total[2])
+        message.hear(vector, (total - mine[n])[:2], square)
+    return next((error for _, error in found if error is not None), None)
 
 
 def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:

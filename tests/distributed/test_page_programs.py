@@ -97,6 +97,22 @@ def test_mixture_of_experts(rank: int, world: int) -> None:
     opt.ownership.close()
 
 
+@distributed(4)
+def test_pipeline_stages(rank: int, world: int) -> None:
+    page = run("frameworks/pipeline.md", without="named = ")
+    torch.manual_seed(0)
+    given = prelude()
+    loss_of, data = given["loss_fn"], given["data"]
+
+    def losses(twin: nn.Module, step: int) -> list[Tensor]:
+        return [loss_of(twin(data[step][0]), data[step][1])]
+
+    expected = alone(given["build_model"](), losses, len(data), lr=1e-3)
+    found = whole(page["part"], page["opt"].ownership)
+    assert set().union(*gathered(set(found))) == expected.keys()
+    assert_close(found, {n: expected[n] for n in found}, 1e-6)
+
+
 # ---- policies --------------------------------------------------------------------------------
 
 
