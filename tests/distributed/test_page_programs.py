@@ -38,10 +38,12 @@ def as_a_program() -> Iterator[None]:
         yield
 
 
-def run(page: str, without: str = "not run", change: tuple[str, str] = ("", "")) -> dict[str, Any]:
+def run(
+    page: str, without: str = "not run", change: tuple[str, str] = ("", ""), **given: Any
+) -> dict[str, Any]:
     """The names of a page after all of its blocks but those that hold this text, and with this
-    change."""
-    text, names = (DOCS / page).read_text(encoding="utf-8"), prelude()
+    change; ``given`` are names that it uses."""
+    text, names = (DOCS / page).read_text(encoding="utf-8"), prelude() | given
     with as_a_program():
         for block in blocks(text):
             if block.why_not is None and without not in block.code:
@@ -111,6 +113,45 @@ def test_pipeline_stages(rank: int, world: int) -> None:
     found = whole(page["part"], page["opt"].ownership)
     assert set().union(*gathered(set(found))) == expected.keys()
     assert_close(found, {n: expected[n] for n in found}, 1e-6)
+
+
+@distributed(4)
+def test_workers(rank: int, world: int) -> None:
+    """DiLoCo of two workers of two ranks, each with its data."""
+
+    def data_of(place: int) -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(1 + place)
+        found = [torch.randint(11, (4, 6)) for _ in range(4)]
+        return [(tokens, tokens.roll(-1, 1)) for tokens in found]
+
+    data, torch_state = [data_of(place) for place in range(world)], torch.manual_seed(0)
+    page = run("frameworks/workers.md", data=data[rank])
+    torch_state.manual_seed(0)
+    given = prelude()
+    twins = [copy.deepcopy(given["build_model"]())]
+    twins.append(copy.deepcopy(twins[0]))
+    refs = [ReferenceMuon(twin, lr=1e-3, **EXACT) for twin in twins]
+    start = [p.detach().clone() for p in twins[0].parameters()]
+    outer = torch.optim.SGD(start, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(4):
+        for worker, (twin, ref) in enumerate(zip(twins, refs, strict=True)):
+            for place in (2 * worker, 2 * worker + 1):
+                inputs, targets = data[place][step]
+                (given["loss_fn"](twin(inputs), targets) / 2).backward()
+            ref.step()
+            ref.zero_grad()
+        if step % 2:
+            pairs = zip(start, *(twin.parameters() for twin in twins), strict=True)
+            for before, one, other in pairs:
+                before.grad = before - (one.detach() + other.detach()) / 2
+            outer.step()
+            with torch.no_grad():
+                for twin in twins:
+                    for before, p in zip(start, twin.parameters(), strict=True):
+                        p.copy_(before)
+    expected = {n: p.detach() for n, p in twins[0].named_parameters()}
+    assert_close(whole(page["model"], page["opt"].ownership), expected, 1e-6)
+    assert page["opt"].ownership.runtime.transport.world == 2
 
 
 # ---- policies --------------------------------------------------------------------------------
