@@ -73,7 +73,7 @@ def chosen(own: dmuon.Ownership) -> Callable[[str, Tensor], bool]:
     return lambda name, p: name in names
 
 
-@distributed(2)
+@distributed(2, 4)
 def test_mixture_of_experts(rank: int, world: int) -> None:
     page = run("moe.md")
     model, opt = page["model"], page["opt"]
@@ -92,7 +92,7 @@ def test_mixture_of_experts(rank: int, world: int) -> None:
     how = {"lr": 1e-2, "select": chosen(opt.ownership)}
     splits = {"*.gate_up_proj": "interleaved:2"}
     expected = alone(page["Model"](), losses, 5, **how, splits=splits)
-    assert_close(whole(model, opt.ownership), expected, 1e-5)
+    assert_close(whole(model, opt.ownership), expected, 1e-6)
     torch.manual_seed(0)
     uncut = alone(page["Model"](), losses, 5, **how)
     assert max(float((uncut[n] - w).abs().max()) for n, w in expected.items()) > 1e-3

@@ -10,10 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +26,10 @@ from tests.distributed.compare import assert_bitwise, assert_close, average_grad
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import (
     LAYOUTS,
+    Layout,
     layouts,
     mesh_of,
+    shard_units,
     sharded,
 )
 from tests.distributed.models import (
@@ -33,10 +38,11 @@ from tests.distributed.models import (
     Used,
     batch,
     loss_of,
+    net_of,
     tied,
     weights,
 )
-from tests.distributed.twins import Rows, both, scheduled
+from tests.distributed.twins import Rows, both, follow, scheduled
 
 BF16 = torch.bfloat16
 ROWS = Rows()
@@ -124,9 +130,79 @@ def evaluating(pair, step):
     pair.both_backward(step)
 
 
-ROWS.add("CPU offload", sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+class Attention(nn.Module):
+    """Causal attention of one head. With a mesh, its ranks hold parts of each sequence."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, x):
+        (q, k, v), first = self.qkv(x).chunk(3, -1), 0
+        if self.mesh is not None:
+            whole = (DTensor.from_local(t, self.mesh, [Shard(1)], run_check=False) for t in (k, v))
+            k, v = (
+                t.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+                for t in whole
+            )
+            first = x.shape[1] * self.mesh.get_local_rank()
+        mask = torch.ones(x.shape[1], k.shape[1], dtype=torch.bool).tril(first)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def context_parallel(model, mesh):
+    """FSDP2 over both axes as one, as torchtitan does."""
+    for block in model.blocks:
+        block.mesh = mesh["cp"]
+    return shard_units(model, mesh["dp", "cp"]._flatten("fsdp"))
+
+
+def at_a_part(model, step, rank):
+    model.at = step, rank
+
+
+def loss_of_a_part(model, inputs):
+    """Of a half of the sequences that two ranks have together."""
+    step, rank = model.at
+    tokens, targets = batch(step, rank // 2)
+    half = slice(8 * (rank % 2), 8 * (rank % 2) + 8)
+    is_whole = model.blocks[0].mesh is None
+    logits = model(tokens)[:, half] if is_whole else model(tokens[:, half])
+    return F.cross_entropy(logits.flatten(0, 1), targets[:, half].flatten())
+
+
+def cast(pair, step):
+    """The twin computes in bfloat16 from its weights, as units do."""
+    pair.copy_weights()
+    rounded_backward(pair, step, set(weights(pair.twin)))
+
+
+CONTEXT = Layout((2, 2), ("dp", "cp"), context_parallel, build=partial(net_of, Attention))
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+# docs/frameworks/fsdp2.md lists these.
+OF_FSDP2 = {
+    "offload_policy=CPUOffloadPolicy()": {"layout": sharded(offload_policy=OFFLOAD)},
+    "reshard_after_forward=2": {"layout": sharded(reshard_after_forward=2), "mesh": (4,)},
+    "mp_policy=MixedPrecisionPolicy(bfloat16, float32)": {
+        "layout": sharded(build=Net, mp_policy=MixedPrecisionPolicy(BF16, torch.float32)),
+        "round": cast,
+    },
+    "context parallel": {
+        "layout": replace(CONTEXT, from_first=False),
+        "prepare": at_a_part,
+        "loss_of": loss_of_a_part,
+    },
+}
+
+
+@pytest.mark.parametrize(("world", "name"), [(4, name) for name in OF_FSDP2])
+@distributed()
+def test_options_of_fsdp2_change_nothing(rank, world, name):
+    follow(muon={"adamw_eps": 1e-3}, tolerance=1e-6, **OF_FSDP2[name])
+
+
 ROWS.add("units stay gathered", sharded(reshard_after_forward=False), round=evaluating, steps=4)
-ROWS.add("resharded to a smaller mesh", sharded(reshard_after_forward=2), world=4, steps=2)
 ROWS.add("blocks in one unit", replace(sharded(), wrap=together))
 
 

@@ -342,11 +342,11 @@ def scheduled(pair: Both, factors: Sequence[Callable[[int], float]]) -> Callable
 
 
 def follow(build: Callable[[], nn.Module] | None = None, *args: Any, **kwargs: Any) -> None:
-    """Train both for ``steps`` (3) steps and compare."""
-    steps = kwargs.pop("steps", 3)
+    """Train both for ``steps`` (3) steps and compare, to ``tolerance`` (1e-5)."""
+    steps, tolerance = kwargs.pop("steps", 3), kwargs.pop("tolerance", TOLERANCE)
     with both(build, *args, **kwargs) as pair:
         pair.train(range(steps))
-        pair.check()
+        pair.check(tolerance)
 
 
 class Trained:
