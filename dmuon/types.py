@@ -22,7 +22,7 @@ Triple = tuple[float, float, float]
 # Values of string options for type checkers. The same values are checked at run time.
 LayoutName = Literal["auto", "sharded", "replicated", "dedicated"]
 SolverName = Literal["auto", "milp", "greedy", "round_robin"]
-BackendName = Literal["auto", "torch", "torch_strips", "torch_rounded", "triton", "triton_small"]
+BackendName = Literal["auto", "torch", "torch_strips", "torch_rounded", "triton"]
 DtypeName = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 CoefficientSet = Literal["polar_express", "quintic", "you_jiacheng", "simple"]

@@ -6,7 +6,6 @@ fixture ``kernels``: the three modules, and where they run. Large sizes are for 
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,7 +18,6 @@ from torch import Tensor
 from dmuon.rule import Rule
 from dmuon.tensors import into_range, normalize_
 from tests.internals import Hyper, momentum_update
-from tests.products import POLAR, by_hand
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 EMA: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "mode": "ema", "dampening": 0.0}
@@ -385,72 +383,14 @@ def test_parts_of_matrices_are_copied(kernels, turned):
     assert not memory.any(), "nothing is written beside"
 
 
-# ---- the whole iteration of small matrices -------------------------------------------------
-
-
-def check_small(
-    kernels: Kernels, x: Tensor, restarts: Any, coefficients: Any = POLAR, tolerance: float = 0.0
-) -> None:
-    """Against the standard form in float64."""
-    wanted = by_hand(x, coefficients)
-    kernels.syrk.prepared_iteration(x, coefficients, restarts)()
-    error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
-    limit = (tolerance or TOLERANCE[x.dtype]) * torch.linalg.vector_norm(wanted, dim=(-2, -1))
-    assert (error <= limit).all(), error
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_small_shapes_and_dtypes(kernels, dtype):
-    sizes = [(1, 1), (5, 31), (32, 65)] if dtype is F32 else [(16, 64), (50, 129), (65, 70)]
-    for (m, n), restarts in itertools.product(sizes, ((1, 3), (2,))):
-        check_small(kernels, kernels.unit(2, m, n, dtype=dtype), restarts)
-    if dtype is F16:
-        check_small(kernels, kernels.unit(2, 128, 192, dtype=dtype), (2,))
-    large = ((300, 64, 128), (3, 100, 1000), (9, 128, 128), (2, 128, 2048), (4, 127, 333))
-    if dtype is not F32 and not kernels.is_interpreted:
-        for shape, restarts in itertools.product(large, ((1, 3), (1, 2, 3, 4))):
-            check_small(kernels, kernels.unit(*shape, dtype=dtype), restarts)
-
-
-@pytest.mark.parametrize(("m", "dtype"), [(20, F32), (100, F16)])
-def test_segments_of_any_length(kernels, m, dtype):
-    for steps, restarts in ((1, ()), (2, ()), (3, (1, 2)), (4, (3,)), (5, (1, 2, 3, 4))):
-        check_small(kernels, kernels.unit(1, m, 110, dtype=dtype), restarts, POLAR[:steps])
-
-
-@pytest.mark.parametrize("m", [20, 70])
-def test_matrices_of_a_batch_do_not_meet(kernels, m):
-    x = kernels.unit(4, m, 90, dtype=F32 if m == 20 else F16)
-    x[1, 3, 4] = math.nan
-    x[2] = 0
-    alone = x[3:].clone()
-    for batch in (alone, x):
-        kernels.syrk.prepared_iteration(batch, POLAR, (2,))()
-    assert x[0].isfinite().all() and x[1].isnan().all() and (x[2] == 0).all()
-    assert torch.equal(x[3], alone[0])
-
-
-def test_small_strides_and_coefficients(kernels):
-    memory = torch.zeros(3, 80, 44, device=kernels.device)
-    x = memory[:, 3:-3, 5:25].mT
-    check_small(kernels, x.copy_(kernels.unit(3, 20, 74)), (2,))
-    x.zero_()
-    assert not memory.any(), "nothing is written beside"
-    swapped = [*POLAR[1:], POLAR[0]]  # each step has its own
-    check_small(kernels, kernels.unit(1, 20, 30), (2,), swapped, tolerance=1e-4)
-
-
 def test_nothing_to_do_and_other_tensors(kernels):
     x = kernels.unit(1, 4, 5)
     before, none = x.clone(), x[:0]
-    kernels.syrk.prepared_iteration(x, (), ())()
-    kernels.syrk.prepared_iteration(none, POLAR, (2,))()
     kernels.momentum(none, none.clone(), none.clone())
     kernels.update(none, none.clone(), 1.0, 1.0)
     assert torch.equal(x, before)
     wide, other = x.double(), kernels.random(1, 5, 5)
     for call in (
-        lambda: kernels.syrk.prepared_iteration(wide, POLAR, (2,)),
         lambda: kernels.update(x, other, 1.0, 1.0),
         lambda: kernels.momentum(x, wide, before),
         lambda: kernels.syrk.symm_mm(x, x, out=other),

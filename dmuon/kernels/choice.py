@@ -24,7 +24,7 @@ from dmuon.kernels import ops
 from dmuon.kernels.ops import LEAST_STRIP, MatmulOps
 from dmuon.types import KernelChoice
 
-BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
+BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton")
 METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")
 _TINY_ROWS = 32  # up to here rounding may cost more than emulation
@@ -163,8 +163,8 @@ def offered_backends(
         is_rounded = default == "torch_rounded"
         torch_pays = rows <= _TINY_ROWS if is_rounded else ops.strips_in(rows, strip) > 1
         return (default, "torch") if torch_pays else (default,)
-    found = ("torch", *["triton"] * ops.is_even(rows), "triton_small")
-    return tuple(name for name in found if why_not(name, device, dtype, rows) is None)
+    found = ("torch", *["triton"] * ops.is_even(rows))
+    return tuple(name for name in found if why_not(name, device, dtype) is None)
 
 
 def offered_tiles(
@@ -179,7 +179,7 @@ def offered_tiles(
     return tuple(map(str, tiles_for(devices.of(device).capability(), dtype, m, n)))
 
 
-def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> str | None:
+def why_not(backend: str, device: Device, dtype: torch.dtype) -> str | None:
     """Return the reason why a backend cannot run here, or None if it can."""
     if backend not in BACKENDS:
         return f"there is no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
@@ -194,10 +194,8 @@ def why_not(backend: str, device: Device, dtype: torch.dtype, rows: int = 1) -> 
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
     try:
-        from dmuon.kernels.triton_syrk import max_rows, why_unavailable
+        from dmuon.kernels.triton_syrk import why_unavailable
 
-        if backend == "triton_small" and rows > max_rows(dtype):
-            return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
         return why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
@@ -210,8 +208,8 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _check_backend(backend: str, device: Device, dtype: torch.dtype, rows: int) -> None:
-    if (reason := why_not(backend, device, dtype, rows)) is not None:
+def _check_backend(backend: str, device: Device, dtype: torch.dtype) -> None:
+    if (reason := why_not(backend, device, dtype)) is not None:
         raise ValueError(f"kernel backend {backend!r} cannot run on {device}: {reason}")
 
 
@@ -220,7 +218,7 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
     """Return the products of a choice for matrices with ``rows`` rows (the short side). ValueError,
     with the reason, if it cannot run."""
     dtype: torch.dtype = getattr(torch, choice.dtype)
-    _check_backend(choice.backend, device, dtype, rows)
+    _check_backend(choice.backend, device, dtype)
     if choice.backend == "torch_rounded":
         return ops.RoundedOps(dtype)
     if choice.backend == "torch_strips":
@@ -232,10 +230,6 @@ def ops_of(choice: KernelChoice, device: Device, rows: int = 1) -> MatmulOps:
 
         tile = parse_tile(choice.tile) if choice.tile else None
         return ops.TritonOps(partial(symm_mm, tile=tile))
-    if choice.backend == "triton_small":
-        from dmuon.kernels.triton_syrk import prepared_iteration
-
-        return ops.WholeOps(prepared_iteration)
     return MatmulOps()
 
 
@@ -277,7 +271,7 @@ def fixed_choice(
         backend = speeds.backend
         if backend == "torch_strips" and speeds.strip != LEAST_STRIP:
             tile = str(speeds.strip)
-    _check_backend(backend, device, dtype, min(m, n))
+    _check_backend(backend, device, dtype)
     name = str(dtype).removeprefix("torch.")
     return KernelChoice(form, safe if restarts is None else restarts, backend, name, tile)
 

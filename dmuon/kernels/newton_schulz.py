@@ -202,15 +202,6 @@ def prepared(
         )
     rows, cols = x.shape[1:]
     m = min(rows, cols)
-    if ops.whole is not None:
-        wide = x if rows == m else x.mT
-        run_whole = ops.whole(wide, coefficients, [high for _, high in segments[:-1]])
-
-        def run_in_place() -> Tensor:
-            run_whole()
-            return x
-
-        return run_in_place
     # A batch of one costs up to twice as much as a matrix on a CPU.
     is_split = one_by_one or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
     members = x.unbind() if is_split else (x,)

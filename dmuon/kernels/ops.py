@@ -15,16 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.types import Triple
-
 LEAST_STRIP = 256  # rows, unless measured
 MAX_STRIPS = 4
 
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Provides memory of a shape and dtype."""
-Whole = Callable[[Tensor, Sequence[Triple], Sequence[int]], Callable[[], None]]
-"""Takes matrices, coefficients and restarts, and returns a function that runs the iteration."""
 
 
 class MatmulOps:
@@ -77,9 +73,6 @@ class MatmulOps:
     def temporary_bytes(self, b: int, m: int, n: int, itemsize: int) -> int:
         """Return the bytes that a product of a batch, m <= n, allocates temporarily."""
         return 0
-
-    whole: Whole | None = None
-    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place, if a backend can."""
 
 
 class StripsOps(MatmulOps):
@@ -190,10 +183,3 @@ class TritonOps(MatmulOps):
 def is_even(*sizes: int) -> bool:
     """Return whether Triton's products accept matrices of these sizes."""
     return not any(size % 16 for size in sizes)
-
-
-class WholeOps(MatmulOps):
-    """``triton_small``: the whole iteration of a matrix in one program."""
-
-    def __init__(self, whole: Whole) -> None:
-        self.whole = whole

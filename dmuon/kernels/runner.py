@@ -20,7 +20,15 @@ from torch.profiler import record_function
 from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
-from dmuon.kernels.choice import Speeds, fixed_choice, is_safe, ops_of, restarts_of, segments_of
+from dmuon.kernels.choice import (
+    BACKENDS,
+    Speeds,
+    fixed_choice,
+    is_safe,
+    ops_of,
+    restarts_of,
+    segments_of,
+)
 from dmuon.kernels.newton_schulz import no_autocast, prepared
 from dmuon.kernels.ops import Take
 from dmuon.tensors import normalize_
@@ -92,8 +100,9 @@ class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
     ``dtype`` is the Newton-Schulz dtype; ``speeds`` (None: the fixed ones), equal on all ranks,
-    decide where neither the call nor the options do. A planned choice for another dtype, or that
-    would diverge over a call's steps, gives way to the rule; `report` lists the kernels that ran.
+    decide where neither the call nor the options do. A planned choice for another dtype, of a
+    backend that earlier versions had, or that would diverge over a call's steps, gives way to the
+    rule; `report` lists the kernels that ran.
 
     A planned call runs eagerly the first time (which compiles kernels and sets up libraries), is
     captured as a graph the second time, and is replayed from then on. Capturing waits for the
@@ -237,6 +246,7 @@ class Orthogonalizer:
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
             same = planned.dtype == str(self.dtype).removeprefix("torch.")
+            same &= planned.backend in BACKENDS
             is_gram = planned.method == "gram" and is_safe(planned.restarts, self.dtype, steps)
             if same and (planned.method == "standard" or is_gram):
                 return planned

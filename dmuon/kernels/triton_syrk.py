@@ -1,8 +1,5 @@
-"""Newton-Schulz in Triton, and host code shared by all Triton kernels.
-
-    symm_mm             a product known to be symmetric, at half the multiplications: one triangle
-                        of tiles
-    prepared_iteration  the whole iteration of a small matrix in one program
+"""Symmetric products in Triton, at half the multiplications: one triangle of tiles; and host code
+shared by all Triton kernels.
 
 This file and `triton_lists` are imported only if Triton is installed.
 """
@@ -10,7 +7,6 @@ This file and `triton_lists` are imported only if Triton is installed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +19,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dmuon.devices import current_device, of
-from dmuon.types import Triple
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
@@ -32,7 +27,6 @@ GROUP = tl.constexpr(8)
 # Offsets inside one tile fit into 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_ROWS = 128  # of a small matrix
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
@@ -409,137 +403,3 @@ def symm_mm(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-
-
-# ---- small matrices --------------------------------------------------------------------------
-# Below 128 rows products are bound by launches. One program keeps R, Z and Q of its matrix on chip
-# and reads X from memory (in practice from L2) twice per segment.
-
-
-@triton.jit
-def _polynomial(r, b, c):
-    """Compute ``bR + cR^2`` in float32."""
-    return b * r.to(tl.float32) + c * _dot(r, r, tl.zeros(r.shape, dtype=tl.float32))
-
-
-@triton.jit
-def _times_p(r, z, a):
-    """Compute ``R P = R Z + aR`` in R's dtype."""
-    return _dot(r, z, a * r.to(tl.float32)).to(r.dtype)
-
-
-@triton.jit
-def _triple(triples_ptr, step):
-    at = triples_ptr + 3 * step
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
-
-
-@triton.jit
-def _chunk(x_ptr, start, m, n, x_row, x_col, M: tl.constexpr, CHUNK: tl.constexpr):
-    """Return pointers to the columns from ``start`` on, and a mask of those in the matrix."""
-    row, col = tl.arange(0, M)[:, None], tl.arange(0, CHUNK)[None, :]
-    at = x_ptr + row.to(tl.int64) * x_row + (start + col).to(tl.int64) * x_col
-    return at, (row < m) & (col < n - start)
-
-
-@triton.jit
-def iteration_kernel(
-    x_ptr, triples_ptr, edges_ptr, q_ptr, m, n, segments, x_batch, x_row, x_col,
-    M: tl.constexpr, CHUNK: tl.constexpr, KEEP_Q: tl.constexpr,
-):  # fmt: skip
-    """Run the iteration on one matrix; ``edges`` are the first steps of segments, then their end.
-
-    Unless KEEP_Q, Q is kept in memory at ``q_ptr``, M x M elements per program.
-    """
-    dtype = x_ptr.dtype.element_ty
-    matrix = tl.program_id(0).to(tl.int64)
-    x_ptr += matrix * x_batch
-    row = tl.arange(0, M)
-    q_at = q_ptr + matrix * (M * M) + row[:, None] * M + row[None, :]
-    on_diagonal = row[:, None] == row[None, :]
-    for segment in range(segments):
-        first = tl.load(edges_ptr + segment)
-        end = tl.load(edges_ptr + segment + 1)
-        gram = tl.zeros((M, M), dtype=tl.float32)
-        for start in range(0, n, CHUNK):
-            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
-            x = tl.load(at, mask=fits, other=0.0)
-            gram = _dot(x, tl.trans(x), gram)
-        r = gram.to(dtype)
-        a, b, c = _triple(triples_ptr, first)
-        wide = _polynomial(r, b, c)
-        # A segment of one step is X <- aX + ZX, because rounding P = aI + Z would cost more.
-        single = end - first == 1
-        own = tl.where(single, a, 0.0)
-        z = wide.to(dtype)
-        q = (wide + tl.where(on_diagonal, a - own, 0.0)).to(dtype)
-        if not KEEP_Q:
-            tl.store(q_at, q)
-        for step in range(first + 1, end):
-            r = _times_p(_times_p(r, z, a), z, a)
-            a, b, c = _triple(triples_ptr, step)
-            z = _polynomial(r, b, c).to(dtype)
-            if KEEP_Q:
-                q = _times_p(q, z, a)
-            else:
-                tl.debug_barrier()
-                next_q = _times_p(tl.load(q_at), z, a)
-                tl.debug_barrier()
-                tl.store(q_at, next_q)
-        if not KEEP_Q:
-            tl.debug_barrier()
-            q = tl.load(q_at)
-        for start in range(0, n, CHUNK):
-            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
-            x = tl.load(at, mask=fits, other=0.0)
-            x = _dot(q, x, own * x.to(tl.float32)).to(dtype)
-            tl.store(at, x, mask=fits)
-        # In the next segment other threads read values that this thread has stored.
-        tl.debug_barrier()
-
-
-def max_rows(dtype: torch.dtype) -> int:
-    """Return the most rows that `prepared_iteration` accepts.
-
-    IEEE float32 has no tensor core, so larger matrices would unroll into minutes of compilation.
-    """
-    return 32 if dtype == torch.float32 else _MAX_ROWS
-
-
-def small_options(m: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of `iteration_kernel`: padded rows, columns of X per load, and so on."""
-    size = max(16, triton.next_power_of_2(m))
-    return {
-        "M": size,
-        "CHUNK": 32 if dtype == torch.float32 else 64,
-        "KEEP_Q": size < _MAX_ROWS,  # 128 rows fill the registers with R and Z alone
-        "num_warps": {16: 1, 32: 4}.get(size, 8),
-        "num_stages": 2,
-    }
-
-
-def prepared_iteration(
-    x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-) -> Callable[[], None]:
-    """Prepare Newton-Schulz on ``[b, m, n]``, in place: one launch, one program per matrix.
-
-    The formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is normalized when it
-    runs, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products
-    accumulate in float32. Preparation copies from the host, so do it before a step.
-    """
-    check(x.shape, x)
-    batch, m, n = x.shape
-    assert m <= min(n, max_rows(x.dtype)), x.shape
-    options = small_options(m, x.dtype)
-    edges = (0, *restarts, len(coefficients))
-    triples = torch.tensor(coefficients, dtype=torch.float32, device=x.device)
-    begins = torch.tensor(edges, dtype=torch.int32, device=x.device)
-    scratch = x.new_empty(0 if options["KEEP_Q"] else batch * options["M"] ** 2)
-
-    def run() -> None:
-        if coefficients and x.numel():
-            given = (x, triples, begins, scratch, m, n, len(edges) - 1, *strides(x))
-            with of(x.device).current():
-                iteration_kernel[(batch,)](*given, **options)
-
-    return run

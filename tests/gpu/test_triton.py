@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="Triton kernels need Triton")
 
 from dmuon.kernels import triton_lists, triton_syrk
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
-from tests.products import POLAR
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import BF16, F16, F32, Kernels, check_symm
 
@@ -106,11 +105,9 @@ def test_graph_replay():
     x = gpu(2, 100, 300, dtype=F16)
     x /= torch.linalg.matrix_norm(x.float(), keepdim=True).half()
     out, work = empty(2, 100, 100, dtype=F16), x.clone()
-    iteration = triton_syrk.prepared_iteration(work, POLAR, (2,))
 
     def step() -> None:
         work.copy_(x)
-        iteration()
         triton_syrk.symm_mm(work, work, out=out)
 
     stream = torch.cuda.Stream()
@@ -131,13 +128,11 @@ def test_graph_replay():
 def test_the_same_bits_every_time():
     a = gpu(3, 700, 900, dtype=F16)
     buffer, grad = gpu(3, 700, 900, dtype=F32), gpu(3, 700, 900, dtype=BF16)
-    x = gpu(8, 128, 512, dtype=F16) / 256
     found = []
     for _ in range(5):
-        out, cast, small = empty(3, 700, 700, dtype=F16), torch.empty_like(a), x.clone()
+        out, cast = empty(3, 700, 700, dtype=F16), torch.empty_like(a)
         triton_syrk.symm_mm(a, a, out=out)
         GPU.momentum(buffer.clone(), grad, cast)
-        triton_syrk.prepared_iteration(small, POLAR, (2,))()
-        found.append((out, cast, small))
+        found.append((out, cast))
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others))

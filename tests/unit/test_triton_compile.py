@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
@@ -175,7 +174,7 @@ def test_the_gate_sees_spills():
     assert product(100, WIDE, HAS_PLAIN=True).spilled > 0
 
 
-# ---- before and after, small matrices ------------------------------------------------------
+# ---- before and after ----------------------------------------------------------------------
 
 
 LISTS = {"ALIGNED": True, "TILE": triton_lists._TILE, "num_warps": triton_lists._WARPS}
@@ -212,33 +211,3 @@ def test_list_kernels_move_whole_vectors(kernel, options):
     assert found.spilled == 0 and found.wide_loads > 0 == loose.wide_loads, found
     assert found.wide_stores > 0 or kernel == "norms_kernel", found
     assert found.shared <= 48 * 1024 and 2 * found.registers * 32 * 8 <= 65536, found
-
-
-@pytest.mark.parametrize(
-    ("arch", "size", "dtype", "spilled"),
-    [
-        (80, 16, "fp16", 0),
-        (90, 64, "bf16", 0),
-        # R, Z and the accumulator of 128 rows are as many registers as there are; with mma.sync,
-        # whose operands are registers too, some go to memory.
-        (80, 128, "fp16", 1024),
-        (90, 128, "fp16", 0),
-        (80, 32, "fp32", 16),
-    ],
-)
-def test_small_iterations(arch, size, dtype, spilled):
-    types = {"x_ptr": f"*{dtype}", "q_ptr": f"*{dtype}", "triples_ptr": "*fp32"}
-    wide = torch.float32 if dtype == "fp32" else torch.float16
-    options = triton_syrk.small_options(size, wide) | {"x_col": 1}
-    found = compiled(
-        triton_syrk.iteration_kernel,
-        types | {"edges_ptr": "*i32"},
-        options,
-        arch,
-        ("m", "segments"),
-    )
-    assert options["M"] == size and found.spilled <= spilled, found
-    assert found.shared <= SHARED_LIMIT[arch] and found.async_copies > 0, found
-    # wgmma multiplies 64 rows at a time; float32 has no tensor cores that would do.
-    units = found.wgmma if arch == 90 and size >= 64 else found.mma
-    assert (units > 0) == (dtype != "fp32"), found
