@@ -76,7 +76,7 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
         times("kernels", "a Llama-8B layer and experts in float16", 110, "float16", *judged,
               "--tune-s", "60"),
         rows("tests", "tests/gpu", 85, 85),
-        times("rivals", "other projects and wide tiles beside ours", 110, "float16", "--sets",
+        times("rivals", "other projects beside ours", 110, "float16", "--sets",
               "rivals", "--rivals", "--no-compile", "--case-s", "1", "--tune-s", "1"),
         rows("whole", "a step of two Llama-8B layers beside torch.optim.Muon's", 75, 75),
         rows("profile", "one full and one block step", 45, 45),

@@ -246,7 +246,7 @@ def contenders(
     sources: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, *, compiles: bool, others: bool
 ) -> dict[str, Callable[[], Contender]]:
     """What makes everyone who takes part, the baseline first. ``others``: `rivals` too, and ours
-    with wide tiles beside the default one."""
+    with the default tile."""
     on_cuda = sources[0].is_cuda
     largest = max(map(len, sources))
     gram = str(KernelChoice("gram", default_restarts(dtype, STEPS), "torch", dtype_name(dtype)))
@@ -271,11 +271,10 @@ def contenders(
     if not others:
         return found
     found |= {name: partial(rival, sources, name) for name in rivals.RIVALS}
-    (m, n), form = sorted(sources[0].shape[1:]), gram.partition("/")[0]
-    tiles = offered_tiles("triton", sources[0].device, dtype, m, n) if on_cuda else ()
-    for tile in (tile for tile in tiles if tile == tiles[0] or "wide" in tile):
-        kernel = f"{form}/triton-{tile}/{dtype_name(dtype)}"
-        found[f"ours, {tile}"] = partial(tuned, lambda _, kernel=kernel: kernel, largest)
+    if on_cuda:
+        tile = offered_tiles("triton", sources[0].device, dtype)[0]
+        kernel = f"{gram.partition('/')[0]}/triton-{tile}/{dtype_name(dtype)}"
+        found[f"ours, {tile}"] = partial(tuned, lambda _: kernel, largest)
     return found
 
 

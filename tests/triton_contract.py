@@ -160,32 +160,6 @@ def test_batches_of_strided_matrices(kernels):
     assert not workspace[outside].any(), "nothing is written outside of the results"
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_wide_tiles(kernels, tma):
-    """Two squares at a time, one of which may lie above the diagonal; operands of rows or columns
-    that lie together, of which the accelerator's copies take the first."""
-    if kernels.is_interpreted:
-        tile, m, k = kernels.syrk.Tile(16, 32, 4, 2, halves=2, tma=tma), 96, 64
-    else:
-        tile, m, k = kernels.syrk.Tile(128, 64, 8, 3, halves=2, tma=tma), 768, 320
-        if tile not in kernels.syrk.tiles_for(torch.cuda.get_device_capability()):
-            pytest.skip("wide tiles are for Hopper")
-    for batch, turned, with_all in ((1, False, True), (3, True, False), (2, False, False)):
-        shape = (batch, k, m) if turned else (batch, m, k)
-        a, bt = kernels.random(*shape, dtype=F16), kernels.random(*shape, dtype=F16)
-        c, how = kernels.random(batch, m, m, dtype=F16), {"out": kernels.empty(batch, m, m)}
-        if with_all:
-            how = {"out": kernels.empty(batch, m, m, dtype=F16), "beta": 0.5, "diag": 1.0}
-            how["plain"] = kernels.empty(batch, m, m, dtype=F16)
-        a, bt = (a.mT, bt.mT) if turned else (a, bt)
-        by_tma = kernels.syrk._descriptor(a, tile.block, tile.block_k) is not None
-        assert by_tma is not turned
-        check_symm(kernels, a, bt, c if with_all else None, tile=tile, **how)
-    # What they do not divide is computed by the default tile.
-    cut = kernels.random(2, m - 16, k, dtype=F16)
-    check_symm(kernels, cut, cut, out=kernels.empty(2, m - 16, m - 16, dtype=F16), tile=tile)
-
-
 def test_unusual_operands(kernels):
     tile = kernels.tile(16, 32, 4, 2)
     shared = kernels.random(30, 12).expand(2, 30, 12)  # one matrix for a whole batch

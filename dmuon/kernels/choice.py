@@ -167,16 +167,14 @@ def offered_backends(
     return tuple(name for name in found if why_not(name, device, dtype) is None)
 
 
-def offered_tiles(
-    backend: str, device: Device, dtype: torch.dtype, m: int = 0, n: int = 0
-) -> tuple[str, ...]:
-    """Return the tile configurations of a backend that are worth measuring, for m x n matrices if
-    given; ("",) if it has none."""
+def offered_tiles(backend: str, device: Device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the tile configurations of a backend that are worth measuring; ("",) if it has
+    none."""
     if backend != "triton":
         return ("",)
     from dmuon.kernels.triton_syrk import tiles_for
 
-    return tuple(map(str, tiles_for(devices.of(device).capability(), dtype, m, n)))
+    return tuple(map(str, tiles_for(devices.of(device).capability(), dtype)))
 
 
 def why_not(backend: str, device: Device, dtype: torch.dtype) -> str | None:
@@ -298,7 +296,7 @@ def candidates(
         ]
     found = [fixed]
     for name in offered_backends(device, dtype, m, speeds) if backend == "auto" else (backend,):
-        offered = offered_tiles(name, device, dtype, m, n)
+        offered = offered_tiles(name, device, dtype)
         tiles = (fixed.tile,) if name == fixed.backend else offered
         found += [KernelChoice(*form, name, fixed.dtype, t) for t, form in product(tiles, forms)]
     return tuple(dict.fromkeys(found))

@@ -10,13 +10,11 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dmuon.devices import current_device, of
 
@@ -75,28 +73,20 @@ def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile sizes of a product: ``block`` rows and ``halves`` times as many columns of the
-    result, from ``block_k`` columns of the operands at a time, which with ``tma`` the tensor memory
-    accelerator of a Hopper GPU copies.
+    """The tile sizes of a product: ``block`` rows and columns of the result, from ``block_k``
+    columns of the operands at a time.
 
-    >>> str(Tile(128, 64, warps=4, stages=3)), str(Tile(128, 64, 8, 3, halves=2, tma=True))
-    ('128x64-w4-s3', '128x64-w8-s3-wide-tma')
+    >>> str(Tile(128, 64, warps=4, stages=3))
+    '128x64-w4-s3'
     """
 
     block: int
     block_k: int
     warps: int
     stages: int
-    halves: int = 1
-    tma: bool = False
 
     def __str__(self) -> str:
-        how = "-wide" * (self.halves > 1) + "-tma" * self.tma
-        return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}{how}"
-
-    def divides(self, m: int, k: int) -> bool:
-        """Whether no tile of an ``m x m`` product is cut. A wide tile must not be."""
-        return m % (self.halves * self.block) == 0 == k % self.block_k
+        return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}"
 
 
 TILES = (
@@ -105,29 +95,19 @@ TILES = (
     Tile(128, 64, warps=8, stages=4),
     Tile(64, 64, warps=4, stages=4),
     Tile(64, 128, warps=4, stages=3),
-    # For 128 x 128 outputs a Hopper multiprocessor reads operands faster than its shared memory
-    # delivers them: 160 bytes a clock, against 128 for these.
-    Tile(128, 64, warps=8, stages=3, halves=2),
-    Tile(128, 64, warps=8, stages=3, halves=2, tma=True),
 )
 """Tiles for float16 and bfloat16; the first is the default for large matrices."""
 TILES_FLOAT32 = (Tile(64, 32, warps=8, stages=3),)
 
 
-def tiles_for(
-    capability: tuple[int, int], dtype: torch.dtype = torch.float16, m: int = 0, k: int = 0
-) -> tuple[Tile, ...]:
-    """Return the tiles worth timing on a GPU of this compute capability, for ``m x k`` operands if
-    given: tiles that spill no registers there with any epilogue, in the tested versions of
-    Triton."""
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
+    """Return the tiles worth timing on a GPU of this compute capability: those that spill no
+    registers there with any epilogue, in the tested versions of Triton."""
     if dtype == torch.float32:
         return TILES_FLOAT32
     # With mma.sync a tile of 128 x 128 takes all registers of 4 warps, and some more.
-    for_all = (tile for tile in TILES if tile.warps * 16 >= tile.block and tile.halves == 1)
-    found = TILES if capability[0] == 9 else tuple(for_all)
-    if 0 < m < 1024 or not TILES[-1].divides(m, k):  # with fewer tiles than multiprocessors
-        found = tuple(tile for tile in found if tile.halves == 1)
-    return found
+    for_all = tuple(tile for tile in TILES if tile.warps * 16 >= tile.block)
+    return TILES if capability[0] == 9 else for_all
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
@@ -260,7 +240,7 @@ def _finish(
     value, row, col, out_ptr, plain_ptr, m, out_row, diag,
     HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store a square tile of a matrix and its mirror image; nothing if it is above the diagonal."""
+    """Store a tile of a matrix and its mirror image."""
     BLOCK: tl.constexpr = value.shape[0]
     span = tl.arange(0, BLOCK)
     if WIDE:
@@ -272,7 +252,7 @@ def _finish(
     if row == col:
         out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
         _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
-    elif row > col:
+    else:
         result = value.to(out_ptr.dtype.element_ty)
         out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
         _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
@@ -287,57 +267,33 @@ def symm_kernel(
     a_batch, a_row, a_col, bt_batch, bt_row, bt_col, c_batch, c_row, out_batch, out_row,
     alpha, share, diag,
     HAS_C: tl.constexpr, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``alpha * (share * c + a @ bt^T) + diag * I`` in the lower triangle of a
-    matrix, or two of a row, with mirror images; see `symm_mm`. With TMA operands are descriptors of
-    ``[b, m, k]``."""
-    COLS: tl.constexpr = HALVES * BLOCK
-    tiles = tl.cdiv(m, COLS)
-    triangle = HALVES * (tiles * (tiles + 1) // 2)
+    matrix, with its mirror image; see `symm_mm`."""
+    tiles = tl.cdiv(m, BLOCK)
+    triangle = tiles * (tiles + 1) // 2
     program = tl.program_id(0)
     batch, index = program // triangle, program % triangle
-    row, col = tile_of(index // HALVES, tiles)
-    row, col = row * HALVES + index % HALVES, col * HALVES
+    row, col = tile_of(index, tiles)
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
-    span, cols, span_k = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, BLOCK_K)
+    span, span_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     if WIDE:  # strides with which offsets inside one tile exceed 2^31
-        span, cols, span_k = span.to(tl.int64), cols.to(tl.int64), span_k.to(tl.int64)
+        span, span_k = span.to(tl.int64), span_k.to(tl.int64)
     far = batch.to(tl.int64)
     if HAS_C:
         # The sum begins with c, because adding c afterwards would need more registers.
-        c = _at(c_ptr + far * c_batch + down * c_row + right, span, cols, c_row, 1)
+        c = _at(c_ptr + far * c_batch + down * c_row + right, span, span, c_row, 1)
         value = share * _load(c, rows_left, cols_left, MASK).to(tl.float32)
     else:
-        value = tl.zeros((BLOCK, COLS), dtype=tl.float32)
-    if TMA:
-        for start in range(0, k, BLOCK_K):
-            left = a_ptr.load([batch, row * BLOCK, start]).reshape((BLOCK, BLOCK_K))
-            top = bt_ptr.load([batch, col * BLOCK, start]).reshape((COLS, BLOCK_K))
-            value = _dot(left, tl.trans(top), value)
-    else:
-        a = _at(a_ptr + far * a_batch + down * a_row, span, span_k, a_row, a_col)
-        b = _at(bt_ptr + far * bt_batch + right * bt_row, span_k, cols, bt_col, bt_row)
-        value = _product(value, a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
-    value = alpha * value
+        value = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    a = _at(a_ptr + far * a_batch + down * a_row, span, span_k, a_row, a_col)
+    b = _at(bt_ptr + far * bt_batch + right * bt_row, span_k, span, bt_col, bt_row)
+    value = alpha * _product(value, a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
     out_ptr += far * out_batch
     plain_ptr += far * out_batch
-    if HALVES == 1:
-        _finish(value, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(value, (BLOCK, 2, BLOCK)), (0, 2, 1)))
-        _finish(first, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
-        _finish(second, row, col + 1, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
-
-
-def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """Describe tiles ``rows x cols`` of ``[b, m, k]``; None if the accelerator cannot copy them."""
-    steps = [x.shape[1] * x.shape[2] if len(x) == 1 else x.stride(0), *x.stride()[1:]]
-    even = [x.data_ptr(), *(step * x.itemsize for step in steps[:2])]
-    if steps[2] != 1 or any(value % 16 for value in even):
-        return None
-    return TensorDescriptor(x, list(x.shape), steps, [1, rows, cols])
+    _finish(value, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
 
 
 def symm_mm(
@@ -376,30 +332,20 @@ def symm_mm(
     if batch == 0 or m == 0:
         return
     tile = tile or default_tile(m, a.dtype)
-    if tile.halves > 1 and not tile.divides(m, k):
-        tile = default_tile(m, a.dtype)
-    blocks = triton.cdiv(m, tile.halves * tile.block)
+    blocks = triton.cdiv(m, tile.block)
     inner = [s for x in (a, bt, held, out) for s in x.stride()[1:]]
-    given: tuple[Any, ...] = a, bt
-    if tile.tma:
-        sizes = (a, tile.block), (bt, tile.halves * tile.block)
-        given = tuple(_descriptor(x, rows, tile.block_k) for x, rows in sizes)
-    by_tma = tile.tma and None not in given
     # With a factor of zero only c remains.
     scale, share, depth = (float(alpha), beta / alpha, k) if alpha else (1.0, float(beta), 0)
     with of(out.device).current():
-        symm_kernel[(batch * tile.halves * blocks * (blocks + 1) // 2,)](
-            *(given if by_tma else (a, bt)),
-            *(held, out, kept, m, depth, *strides(a), *strides(bt)),
+        symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
+            *(a, bt, held, out, kept, m, depth, *strides(a), *strides(bt)),
             *(*strides(held)[:2], *strides(out)[:2], scale, share, float(diag)),
             HAS_C=held is not out,
             HAS_PLAIN=plain is not None,
-            MASK=not tile.divides(m, k),
+            MASK=bool(m % tile.block or k % tile.block_k),
             WIDE=max(inner) >= _WIDE_STRIDE,
             BLOCK=tile.block,
             BLOCK_K=tile.block_k,
-            HALVES=tile.halves,
-            TMA=by_tma,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -72,8 +72,8 @@ class Bottleneck:
 class MeasuredBalance:
     """Measured and predicted milliseconds per step, compared by rank.
 
-    ``loads_ms`` are measured times plus the plan's fixed load. The ``ratios`` of measured to
-    predicted times, and the ``ratio`` of all ranks together, exclude it; None without a prediction.
+    ``loads_ms`` are the measured times, ``ratios`` theirs to the predicted ones, and ``ratio`` that
+    of all ranks together; None without a prediction.
 
     ``straggles_ms`` is how much longer the busiest rank takes than the mean of ranks that execute
     the same batches; no new plan can remove that difference."""
@@ -161,7 +161,6 @@ class LoadBalanceReport:
         plan = self.plan
         if not plan.batches:
             return None
-        # A rank with fixed load alone has nothing that a plan could move.
         working = {rank for b in plan.batches for rank in b.ranks}
         rank = max(working, key=lambda r: (plan.loads_ms[r], -r))
         batches = [b for b in plan.batches if rank in b.ranks]
@@ -314,7 +313,6 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
     """Compare the measured milliseconds of each rank with the plan's."""
     world = plan.topology.world
-    fixed = plan.limits.fixed_ms or (0.0,) * world
     predicted = [0.0] * world
     runs: list[Counter[tuple[ShapeKey, int, str]]] = [Counter() for _ in range(world)]
     for batch in plan.batches:
@@ -326,15 +324,14 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     same = grouped(zip(works, measured_ms, strict=True))
     # For each rank, the mean time of all ranks that do the same work.
     alike = [sum(same[work]) / len(same[work]) for work in works]
-    loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
-    makespan = max(loads)
-    busiest = loads.index(makespan)
+    makespan = max(measured_ms)
+    busiest = measured_ms.index(makespan)
     return MeasuredBalance(
-        loads_ms=loads,
+        loads_ms=measured_ms,
         ratios=tuple(m / p if p else None for m, p in zip(measured_ms, predicted, strict=True)),
         ratio=sum(measured_ms) / sum(predicted) if any(predicted) else None,
         makespan_ms=makespan,
-        imbalance=_excess(makespan, sum(loads) / world),
+        imbalance=_excess(makespan, sum(measured_ms) / world),
         busiest=busiest,
         straggles_ms=measured_ms[busiest] - alike[busiest],
     )
@@ -436,15 +433,6 @@ def _bottleneck_text(report: LoadBalanceReport) -> str:
     )
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """
-    >>> _ranks_text((4, 5, 6, 7)), _ranks_text((0, 2))
-    ('ranks 4-7', 'ranks 0, 2')
-    """
-    in_row = [*ranks] == [*range(ranks[0], ranks[-1] + 1)]
-    return f"ranks {ranks[0]}-{ranks[-1]}" if in_row else f"ranks {', '.join(map(str, ranks))}"
-
-
 def _memory_text(report: LoadBalanceReport) -> str:
     plan, text = report.plan, render.bytes_text
     state, cap = plan.state_bytes, plan.limits.memory_bytes
@@ -509,8 +497,15 @@ def _rank_table(report: LoadBalanceReport) -> render.Table:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks, or how many they are if that text is too long."""
-    text = _ranks_text(sorted(ranks)).partition(" ")[2] if len(ranks) > 1 else str(ranks[0])
+    """Return the numbers of ranks, or how many they are if that text is too long.
+
+    >>> _numbers((4, 5, 6, 7)), _numbers((0, 2)), _numbers((3,))
+    ('4-7', '0, 2', '3')
+    """
+    first, last = min(ranks), max(ranks)
+    text = ", ".join(map(str, sorted(ranks)))
+    if last - first == len(ranks) - 1 > 0:  # no gap
+        text = f"{first}-{last}"
     return text if len(text) <= 16 else f"{len(ranks)} ranks"
 
 

@@ -185,8 +185,8 @@ class OwnershipPlan:
 
     @cached_property
     def loads_ms(self) -> tuple[float, ...]:
-        """Predicted milliseconds of each rank, fixed load included."""
-        loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
+        """Predicted milliseconds of each rank."""
+        loads = [0.0] * self.topology.world
         for batch in self.batches:
             for rank in batch.ranks:
                 loads[rank] += batch.ms

@@ -89,9 +89,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class OwnerClass:
-    """Interchangeable ranks. ``fixed`` is the fixed load in ticks, ``room`` the bytes that each may
-    store of matrices' state; both account for forced matrices. ``room`` is negative, and no counts
-    are feasible, if fixed bytes alone exceed the memory cap."""
+    """Interchangeable ranks. ``fixed`` is the load of forced matrices and of copies, in ticks,
+    ``room`` the bytes that each may store of other matrices' state. ``room`` is negative, and no
+    counts are feasible, if fixed bytes alone exceed the memory cap."""
 
     ranks: tuple[int, ...]
     fixed: int  # ticks
@@ -138,7 +138,7 @@ class Problem:
 
     @cached_property
     def fixed(self) -> Ints:
-        """The fixed load of each rank in ticks, forced matrices included."""
+        """The fixed load of each rank in ticks."""
         return np.array([c.fixed for c in self.classes], np.int64)[self.class_of]
 
     @cached_property
@@ -184,7 +184,7 @@ def build_problem(
     PlanError if ``limits`` do not fit, SizeError if the problem is too large to work on."""
     limits.check(len(matrices), world)
     total = math.fsum(prices[matrix.key][0] for matrix in matrices)
-    most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
+    most = max((total, *(ms for row in prices.values() for ms in row)))
     scale = _FINEST
     while scale > 1 and most * scale > _LARGEST_TOTAL:
         scale //= 10
@@ -211,7 +211,7 @@ def build_problem(
             forced.append((limits.domains[domain][0], shape))
         else:
             shapes.append(shape)
-    classes = _classes(shapes, forced, world, limits, scale, busy)
+    classes = _classes(shapes, forced, world, limits, busy)
     return Problem(tuple(shapes), classes, scale, limits.memory_bytes, tuple(forced))
 
 
@@ -234,11 +234,10 @@ def _groups(
 
 def _classes(
     shapes: Sequence[Shape], forced: Sequence[tuple[int, Shape]], world: int, limits: OwnerLimits,
-    scale: int, busy: Sequence[int] | Ints,
+    busy: Sequence[int] | Ints,
 ) -> tuple[OwnerClass, ...]:  # fmt: skip
     """Group ranks with equal fixed load, room and domains, in the order of their first rank."""
-    more = busy if len(busy) else [0] * world
-    fixed = [round(limits.fixed_ms_of(rank) * scale) + int(more[rank]) for rank in range(world)]
+    fixed = [*map(int, busy)] if len(busy) else [0] * world
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for rank, shape in forced:
         fixed[rank] += int(shape.ticks[-1])

@@ -21,7 +21,7 @@ _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_mod
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
 _COPY = re.compile(r" \(copy \d+ of \d+\)$")
-_MOST_FIXED = 1 << 60  # milliseconds or bytes
+_MOST_FIXED = 1 << 60  # bytes
 
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
@@ -282,20 +282,19 @@ class ModelSpecs:
 
 @dataclass(frozen=True, slots=True)
 class OwnerLimits:
-    """Fixed loads, the memory cap, and which ranks may own which matrix.
+    """Fixed state, the memory cap, and which ranks may own which matrix.
 
-    ``fixed_ms`` and ``fixed_bytes``: work and optimizer state that each rank has whatever it owns
-    (empty: none). `dedicate_params` counts AdamW's state and momentum that lies with the
-    parameters. ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included.
-    ``matrix_bytes`` is the state that each matrix puts on its owner; empty means momentum in the
-    parameter's dtype if momentum lies with the owners, and none otherwise.
+    ``fixed_bytes``: optimizer state that each rank has whatever it owns (empty: none).
+    `dedicate_params` counts AdamW's state and momentum that lies with the parameters.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
+    the state that each matrix puts on its owner; empty means momentum in the parameter's dtype if
+    momentum lies with the owners, and none otherwise.
 
     A *domain* is a set of ranks that may own a matrix: the ranks of ``dp`` for dense matrices, of
     one ``ep`` coordinate for its experts, a single rank for a matrix that is whole there.
     ``domain_of`` is the domain of each matrix; empty: every rank may own every matrix. Only
     matrices of one domain are batched together."""
 
-    fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     memory_bytes: int | None = None
     domains: tuple[tuple[int, ...], ...] = ()
@@ -304,13 +303,15 @@ class OwnerLimits:
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
-        for name in ("fixed_ms", "fixed_bytes", "domain_of", "matrix_bytes"):
-            values, is_of_ranks = getattr(self, name), name.startswith("fixed")
-            count, what = (world, "ranks") if is_of_ranks else (matrices, "matrices")
-            if values and len(values) != count:
-                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {count} {what}")
-            if is_of_ranks and not all(0 <= v <= _MOST_FIXED for v in values):
-                raise PlanError(f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}")
+        for name, count, what in (
+            ("fixed_bytes", world, "ranks"),
+            ("domain_of", matrices, "matrices"),
+            ("matrix_bytes", matrices, "matrices"),
+        ):
+            if (found := len(getattr(self, name))) not in (0, count):
+                raise PlanError(f"OwnerLimits.{name} has {found} entries for {count} {what}")
+        if not all(0 <= nbytes <= _MOST_FIXED for nbytes in self.fixed_bytes):
+            raise PlanError(f"OwnerLimits.fixed_bytes must be from 0 to {_MOST_FIXED:,}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
         ranks = frozenset(range(world))
@@ -323,9 +324,6 @@ class OwnerLimits:
         known = range(len(self.domains))
         if bool(known) != bool(self.domain_of) or not {*known}.issuperset(self.domain_of):
             raise PlanError("OwnerLimits.domain_of must number its domains: give both or none")
-
-    def fixed_ms_of(self, rank: int) -> float:
-        return self.fixed_ms[rank] if self.fixed_ms else 0.0
 
     def fixed_bytes_of(self, rank: int) -> int:
         return self.fixed_bytes[rank] if self.fixed_bytes else 0

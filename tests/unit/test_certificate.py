@@ -30,7 +30,7 @@ def planned(solver: str = "milp", layout: Layout = Layout.REDUCED, **limits) -> 
 
 @pytest.fixture(scope="module")
 def plan() -> OwnershipPlan:
-    return planned(fixed_ms=(0.1, 0.0, 0.2, 0.0), fixed_bytes=(5, 0, 0, 9), memory_bytes=500_000)
+    return planned(fixed_bytes=(5, 0, 0, 9), memory_bytes=500_000)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ TINY = CostTable(
     entry_origin="measured",
     kernels={A: {1: GRAM, 2: GRAM}, B: {1: GRAM}},
 )
-LIMITS = OwnerLimits((0.1, 0.0, 0.2), (5, 0, 9), 1_000_000, ((0, 1, 2), (1, 2)), (0, 1) * 3)
+LIMITS = OwnerLimits((5, 0, 9), 1_000_000, ((0, 1, 2), (1, 2)), (0, 1) * 3)
 SPECS, MESH = specs_of([A, B] * 3, rest=1), Topology.on_nodes((3,), ("dp",), [0, 1, 0])
 MADE = solve(SPECS, MESH, TINY, limits=LIMITS)
 PLAN = replace(MADE, search=replace(MADE.search, seconds=0.25)).to_json()
@@ -109,7 +109,7 @@ def check_verdict(text: str, plan: OwnershipPlan) -> None:
         assert certificate.findings
         return
     price = {tuple(key): ms for key, ms, *_ in data["prices"]}
-    loads = list(data["limits"]["fixed_ms"]) or [0.0] * plan.topology.world
+    loads = [0.0] * plan.topology.world
     domains, domain_of = data["limits"]["domains"], data["limits"]["domain_of"]
     for owner, members, *_ in data["batches"]:
         loads[owner] += price[plan.specs.matrices[members[0]].key][len(members) - 1]

@@ -67,7 +67,7 @@ class Instance:
 
     def makespan(self, owners: tuple[int, ...]) -> float:
         """A batch holds matrices of one shape, dtype and domain."""
-        loads = [self.limits.fixed_ms_of(r) for r in range(self.world)]
+        loads = [0.0] * self.world
         shapes = list(zip(self.keys, self.limits.domain_of or [0] * len(self.keys)))
         for r in range(self.world):
             mine = [k for k, o in zip(shapes, owners) if o == r]
@@ -106,19 +106,18 @@ costs = st.floats(0.125, 8.0, width=16)
 
 @st.composite
 def instances(draw) -> Instance:
-    """Non-monotone prices, fixed loads, memory caps; domains, of which some may be single ranks."""
+    """Non-monotone prices, memory caps; domains, of which some may be single ranks."""
     table = {key: tuple(draw(costs) for _ in range(MAX_BATCH)) for key in SHAPES}
     world = draw(st.integers(1, 3))
     keys = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6))
     ranks = range(world)
-    fixed_ms = draw(st.sampled_from([(), tuple(0.5 * draw(st.integers(0, 8)) for _ in ranks)]))
     fixed_bytes = draw(st.sampled_from([(), tuple(draw(st.integers(0, 200)) for _ in ranks)]))
     memory = draw(st.sampled_from([None, None, 300, 500, 800, 1500]))
     everyone, some = tuple(ranks), draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True))
     singles = (*((r,) for r in ranks), everyone, everyone[-2:])
     domains = draw(st.sampled_from([(), (everyone, tuple(sorted(some))), singles]))
     domain_of = tuple(draw(st.integers(0, len(domains) - 1)) for _ in keys if domains)
-    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, domains, domain_of)
+    limits = OwnerLimits(fixed_bytes, memory, domains, domain_of)
     return Instance(tuple(keys), world, table, limits)
 
 
@@ -144,7 +143,7 @@ def test_no_plan_breaks_a_limit_no_bound_exceeds_the_optimum_and_milp_proves_it(
         assert plan.makespan_ms <= best + TICKS and plan.lower_bound_ms >= best - TICKS
     assert plan.makespan_ms >= plan.lower_bound_ms - TICKS
     assert plan.owners in set(instance.assignments()) and plan.limits == instance.limits
-    loads = [instance.limits.fixed_ms_of(r) for r in range(instance.world)]
+    loads = [0.0] * instance.world
     for batch in plan.batches:
         (key,) = {instance.keys[i] for i in batch.matrices}
         assert batch.ms == pytest.approx(instance.prices[key][len(batch.matrices) - 1])
