@@ -227,17 +227,16 @@ def are_raw(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
     return host_can_read(device) and set(dtypes) <= {torch.float32, torch.bfloat16}
 
 
-def normalize_(x: Tensor, norms: Tensor | None = None, eps: float | None = None) -> Tensor:
+def normalize_(x: Tensor, eps: float | None = None) -> Tensor:
     """Divide every matrix of `[..., m, n]` by its norm or by ``eps``, whichever is larger, in
-    place. If `x` holds parts of matrices, ``norms`` are the norms of the whole matrices.
+    place.
 
     Without ``eps`` the matrices must have been scaled (`into_range`); norms below 1 count as 1.
     """
-    if norms is None:
-        norms = norms_of(x)
-        if eps is not None and not are_safe(norms, eps, and_zero=True):
-            scaled(x, x.dtype, eps, out=x)
-            norms, eps = norms_of(x), None
+    norms = norms_of(x)
+    if eps is not None and not are_safe(norms, eps, and_zero=True):
+        scaled(x, x.dtype, eps, out=x)
+        norms, eps = norms_of(x), None
     return divide_(x, norms.clamp(min=1.0 if eps is None else eps))
 
 

@@ -38,7 +38,7 @@ from dmuon.comm.transport import Work, side_stream, wait_all
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import Form, ModelSpecs
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import DmuonError, OwnershipError, State, grouped
 
 # ---- stacks of a unit ------------------------------------------------------------------------
@@ -70,8 +70,6 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
         spec = specs.matrices[i]
         box = spec.box(specs.parameters[spec.parameter].shape)
         parts.append(Part(-1, k, (i,), box, box.shape, spec.form, unit.holds_transpose(k)))
-    if all(part.form is Form.FLAT and len(part.whole) == 2 for part in parts):
-        return lambda stack: oriented(unit, stack)
     return lambda stack: [places(stack, part)[0] for part in parts]
 
 

@@ -169,7 +169,8 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
     # Z, and Q = P = Z + aI
     ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)
     for next_a, b, c in segment[1:]:
-        ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
+        ops.symmetric(r, z, r, out=t, beta=a)  # R <- (R P) P
+        ops.symmetric(t, z, t, out=r, beta=a)
         ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
         a = next_a
         ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P

@@ -58,11 +58,6 @@ class MatmulOps:
         """Compute ``out = x @ x^T``."""
         self.symmetric(x, xt, out=out)
 
-    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
-        """Compute ``r = (r @ p) @ p`` with ``p = z + beta I``, all symmetric and commuting."""
-        self.symmetric(r, z, r, out=spare, beta=beta)
-        self.symmetric(spare, z, spare, out=r, beta=beta)
-
     def shifted(
         self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **factors: Any
     ) -> None:

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 VOCAB = 61
 
@@ -47,35 +46,24 @@ def _mlp(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
 
-def _moved(
-    tensor: Tensor, mesh: DeviceMesh, there: Placement, here: Placement, gradient: Placement
-) -> Tensor:
-    """Move ``tensor`` from the placement ``there`` to ``here``, and return the local part."""
-    whole = DTensor.from_local(tensor, mesh, [there], run_check=False)
-    return whole.redistribute(placements=[here]).to_local(grad_placements=[gradient])
-
-
 class _Experts(nn.Module):
     """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``. Every
-    token goes to every expert, weighted by its gate. With a ``mesh`` of one axis, each of its ranks
-    holds some of the experts and applies them to the tokens of all ranks."""
+    token goes to every expert, weighted by its gate. Where ranks hold some of the experts each,
+    these travel, not the tokens: the parameters and their gradients are the same."""
 
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(count, hidden, width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(count, width, hidden) * hidden**-0.5)
-        self.mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """Map tokens ``[t, width]`` and gates ``[t, E]`` to ``[t, width]``."""
-        w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
-        mesh = self.mesh
-        if mesh is not None:
-            x, gates = (_moved(t, mesh, Shard(0), Replicate(), Partial()) for t in (x, gates))
-            gates = gates.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
+        w1, w2 = (
+            w.full_tensor(grad_placements=[Partial()]) if isinstance(w, DTensor) else w
+            for w in (self.w1, self.w2)
+        )
         y = torch.einsum("teh,eih,te->ti", F.gelu(torch.einsum("ti,ehi->teh", x, w1)), w2, gates)
-        # FSDP2 warns about a module that returns a view.
-        return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0)).clone()
+        return y.clone()  # FSDP2 warns about a module that returns a view
 
 
 class _Moe(nn.Module):
@@ -173,7 +161,6 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
         for name, p in list(experts.named_parameters()):
             part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
             experts.register_parameter(name, nn.Parameter(part))
-        experts.mesh = mesh["ep"]
         fully_shard(experts, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(dim))
         # The mean over the tokens of all ranks, as a sum and a division: gloo has no scaled sum.
         experts.set_force_sum_reduction_for_comms(True)
