@@ -695,7 +695,8 @@ def _runtime(
         assert found.shards is not None
         device = dtensors.compute_device(named)
         connect(transport, device)
-        sets = found.shards.partner_sets(plan.copies, plan.topology)
+        sharing, every = found.shards.sharing, enumerate(plan.copies)
+        sets = {ranks for i, of in every for ranks in sharing(i, of, plan.topology)}
         at = device, open_peers(sets, plan.topology, transport, new_group, device)
         made = partial(ParamsRuntime, plan, found.shards, model, named, transport, options, *at)
     else:

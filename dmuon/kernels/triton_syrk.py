@@ -236,32 +236,6 @@ def _store_on_diagonal(
 
 
 @triton.jit
-def _finish(
-    value, row, col, out_ptr, plain_ptr, m, out_row, diag,
-    HAS_PLAIN: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of a matrix and its mirror image."""
-    BLOCK: tl.constexpr = value.shape[0]
-    span = tl.arange(0, BLOCK)
-    if WIDE:
-        span = span.to(tl.int64)
-    down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
-    rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
-    inside = span[:, None] * out_row + span[None, :]
-    direct = down * out_row + right
-    if row == col:
-        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
-        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
-    else:
-        result = value.to(out_ptr.dtype.element_ty)
-        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
-        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
-        mirrored = right * out_row + down
-        out, plain = out_ptr + mirrored + inside, plain_ptr + mirrored + inside
-        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
-
-
-@triton.jit
 def symm_kernel(
     a_ptr, bt_ptr, c_ptr, out_ptr, plain_ptr, m, k,
     a_batch, a_row, a_col, bt_batch, bt_row, bt_col, c_batch, c_row, out_batch, out_row,
@@ -293,7 +267,19 @@ def symm_kernel(
     value = alpha * _product(value, a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
     out_ptr += far * out_batch
     plain_ptr += far * out_batch
-    _finish(value, row, col, out_ptr, plain_ptr, m, out_row, diag, HAS_PLAIN, MASK, WIDE)
+    inside = span[:, None] * out_row + span[None, :]
+    direct = down * out_row + right
+    # Pointers are made in each branch: made before, they would take the registers of a program.
+    if row == col:
+        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
+        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
+    else:
+        result = value.to(out_ptr.dtype.element_ty)
+        out, plain = out_ptr + direct + inside, plain_ptr + direct + inside
+        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
+        mirrored = right * out_row + down
+        out, plain = out_ptr + mirrored + inside, plain_ptr + mirrored + inside
+        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
 
 
 def symm_mm(

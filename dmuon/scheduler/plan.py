@@ -435,18 +435,6 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: b
     return units
 
 
-def bucket_count(fullest: int, most: int, bucket_bytes: int, min_buckets: int | None) -> int:
-    """Return the number of buckets in a step whose fullest owner has ``fullest`` bytes, and whose
-    owners have at ``most`` so many units.
-
-    >>> bucket_count(100 << 20, 12, 32 << 20, None), bucket_count(1 << 20, 12, 32 << 20, None)
-    (4, 1)
-    """
-    if min_buckets is None:
-        min_buckets = min(_BUCKETS, fullest // _LEAST_BYTES)
-    return max(1, min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most))
-
-
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes in a pipeline: a bucket has about ``bucket_bytes`` of each owner, a step at ``least``
@@ -511,7 +499,8 @@ def cut_buckets(
         return ()
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
-    count = bucket_count(fullest, most, bucket_bytes, min_buckets)
+    least = min(_BUCKETS, fullest // _LEAST_BYTES) if min_buckets is None else min_buckets
+    count = max(1, min(max(least, math.ceil(fullest / bucket_bytes)), most))
     weights = [2.0] * count
     if count > 2:
         weights[0] = weights[-1] = 1.0

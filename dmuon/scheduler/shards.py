@@ -160,13 +160,6 @@ class ShardMap:
 
         return self._once(("sharing", self.kind(matrix), self.holders[matrix], copies), make)
 
-    def partner_sets(
-        self, copies: Sequence[tuple[int, ...]], topology: Topology
-    ) -> set[tuple[int, ...]]:
-        """Return the sets of `sharing` for all matrices."""
-        every = enumerate(copies)
-        return {ranks for i, of in every for ranks in self.sharing(i, of, topology)}
-
     def kind(self, matrix: int) -> int:
         """Return a number of the parameter; parameters with the same objects as shards share it."""
         return self._kinds[self.specs.matrices[matrix].parameter]

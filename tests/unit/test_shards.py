@@ -215,7 +215,8 @@ def test_every_holder_gets_every_update_once(data, shards, least, size, per_node
     cuts, _ = buckets_of(units, travel, Sizes(size, size, least), 2)
     assert sorted(u for bucket in cuts for u in bucket) == travel
     seen = [units_for(units, shards, topology, rank) for rank in range(world)]
-    sets = shards.partner_sets(plan.copies, topology)
+    each = (shards.sharing(i, of, topology) for i, of in enumerate(plan.copies))
+    sets = {ranks for some in each for ranks in some}
     for bucket in cuts:
         routes = [bucket_route(shards, topology, seen[r], bucket, r) for r in range(world)]
         landed = []
