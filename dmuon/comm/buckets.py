@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from itertools import accumulate, groupby
 
 import torch
@@ -47,22 +47,19 @@ class Span:
     matrices: tuple[int, ...] = ()
 
 
+@dataclass(eq=False, repr=False)
 class Slices:
     """The tensor-parallel slices of all parameters, and their owners. ``boxes[p]`` has the slices
     of parameter p by tensor coordinate, or None if every rank has it whole; ``shards`` has the same
     for ranks with equal data coordinates."""
 
-    def __init__(
-        self,
-        plan: OwnershipPlan,
-        grid: Grid,
-        boxes: Sequence[Sequence[Box] | None],
-        *,
-        ranges_only: bool = True,
-    ) -> None:
-        self.plan = plan
-        self.grid = grid
-        self.boxes = boxes
+    plan: OwnershipPlan
+    grid: Grid
+    boxes: Sequence[Sequence[Box] | None]
+    ranges_only: InitVar[bool] = True
+
+    def __post_init__(self, ranges_only: bool) -> None:
+        plan, grid, boxes = self.plan, self.grid, self.boxes
         self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
         # First elements of matrices that are not ranges of their parameter, and of others in it.
         self._starts: dict[int, int] = {}

@@ -64,17 +64,14 @@ def parameter_ids(module: nn.Module, others: Container[nn.Module] = ()) -> Itera
     return (id(p) for part in area(module, others) for p in part.parameters(recurse=False))
 
 
-def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) -> list[WaitPoint]:
+def wait_points(root: nn.Module, layers: Collection[nn.Module]) -> list[WaitPoint]:
     """Return wait points for all parameters of ``root``: one for each module with any, which waits
     for the parameters below it that are in no other layer.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
-    >>> [type(point.module).__name__ for point in wait_points(model)]
+    >>> [type(point.module).__name__ for point in wait_points(model, [])]
     ['ModuleDict', 'Linear']
     """
-    if layers is None:
-        members = dict.fromkeys(outermost_members(root))
-        layers = [m for m in members if m is not root and next(m.children(), None) is not None]
     others = set(layers)
     layer_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
     for layer in layers:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.comm.hooks import Hook, opaque, wait_points
+from dmuon.comm.hooks import Hook, opaque, outermost_members, wait_points
 from tests.unit.models import TinyGPT
 
 TOKENS = torch.zeros(3, 5, dtype=torch.long)
@@ -21,7 +21,7 @@ TOKENS = torch.zeros(3, 5, dtype=torch.long)
 def watch(model: nn.Module) -> set[int]:
     """The ids of the parameters that wait points have waited for, as the model runs."""
     ready: set[int] = set()
-    for point in wait_points(model):
+    for point in wait_points(model, {*outermost_members(model)} - {model}):
         wait = partial(lambda needed, *_: ready.update(needed), point.parameters)
         point.module.register_forward_pre_hook(Hook(opaque(wait, point)), prepend=True)
     return ready
@@ -46,7 +46,7 @@ def _parents(children):
 @settings(max_examples=80)
 @given(st.recursive(_LEAVES.map(lambda build: build()), _parents, max_leaves=10))
 def test_wait_points_cover_all_parameters_and_have_one_root(model):
-    points = wait_points(model)
+    points = wait_points(model, {*outermost_members(model)} - {model})
     assert {p for point in points for p in point.parameters} == {id(p) for p in model.parameters()}
     assert [point.module for point in points if point.is_root] == [model]
     assert len({id(point.module) for point in points}) == len(points)
