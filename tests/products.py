@@ -63,6 +63,15 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def by_hand(x: Tensor, triples: Any = POLAR) -> Tensor:
+    """The standard form in float64 on normalized matrices."""
+    x = x.double()
+    for a, b, c in triples:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
 def iterated(x: Tensor, restarts: tuple[int, ...], ops: MatmulOps | None = None) -> Tensor:
     """The Gram form with these restarts, safe or not, on normalized ``[b, m, n]`` in place."""
     segments = segments_of(KernelChoice("gram", restarts, "torch", ""), len(POLAR))
