@@ -288,6 +288,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "kept": (False, True),
     "rule": ("ema", "plain ema", "sgd", "plain sgd"),
     "adjust": ("match_rms_adamw", "original"),
+    "groups": (1, 2),
     "then": ("", "dcp", "full", "rank 0"),
 }  # fmt: skip
 _LATE = ("late vector", "late matrix")
@@ -295,8 +296,13 @@ _RULES = {
     "ema": {},
     "plain ema": {"nesterov": False, "momentum": 0.5, "ns_coefficients": "quintic"},
     "sgd": {"momentum_mode": "sgd", "momentum": 0.9, "ns_steps": 3},
-    "plain sgd": {"momentum_mode": "sgd", "nesterov": False, "dampening": 0.25},
+    "plain sgd": {"momentum_mode": "sgd", "nesterov": False, "dampening": 0.25, "eps": 1e-3},
 }
+# What the second of two param groups says of its own; and its rate has a schedule of its own.
+_SECOND = {
+    "weight_decay": 0.3, "momentum": 0.8, "ns_steps": 4, "variant": None,
+    "adjust_lr_fn": "spectral_unclamped", "adamw_weight_decay": 0.02,
+}  # fmt: skip
 
 
 def is_legal(layout: str, option: str, value: Any) -> bool:
@@ -350,8 +356,12 @@ class Case:
         # With fixed kernels verification compares bits, which a variant may round in its batch.
         bits = self.fixed_kernels and self.variant
         redundant = self.redundancy != "auto" and self.max_batch == 1
+        # Of each of two groups the first piece has to be a matrix.
+        second = Piece("", 1, 1) if len(self.pieces) < 2 else self.pieces[1]
+        apart = self.groups == 2 and (not second.is_projection or min(second.shape) < 2)
         legal = all(is_legal(layout, *o) for o in self.chosen for layout in self.layouts)
-        return legal and not (rule or late or bits or redundant or loads or (narrow and self.clip))
+        narrow = narrow and self.clip
+        return legal and not (rule or late or bits or redundant or loads or apart or narrow)
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -361,7 +371,7 @@ class Case:
         torch.manual_seed(self.seed)
         model = Model(self.pieces).to(torch.bfloat16 if self.masters else torch.float32)
         # Updates of several dtypes travel apart. Cases of seed 0 are compared with other layouts'.
-        if self.layout in REDUCED and self.seed:
+        if self.layout in (*REDUCED, *SHARDED) and self.seed:
             model.blocks[1].float()
         return model
 
@@ -382,6 +392,13 @@ class Case:
         found |= {"ns_dtype": getattr(torch, self.ns_dtype), "adjust_lr_fn": self.adjust}
         found |= {"momentum_dtype": self.momentum_dtype, "cautious_weight_decay": self.cautious}
         return found | {"variant": Damped(0.7) if self.variant == "damped" else self.variant}
+
+    def of_groups(self) -> list[dict[str, Any]]:
+        """What each param group says of its own."""
+        return [{}, {**_SECOND, "lr": LR / 2, "adamw_lr": LR / 20}][: self.groups]
+
+    def rate(self, step: int, group: int) -> float:
+        return LR / (1 + step) if not group else LR / 2 * (1 - 0.1 * step)
 
     def planning(self, name: str) -> dict[str, Any]:
         """Arguments of `dedicate_params`."""
@@ -521,8 +538,8 @@ def covering(layouts: tuple[str, ...], seed: int = 0) -> list[Case]:
         if case.then:
             # In turn, so that each layout goes on from some checkpoint.
             others, turns = _others(layout, case), sum(bool(c.then) for c in found)
-            turn = 3 * [*LAYOUTS].index(layouts[0]) + 7 * turns
-            other = others[(turn + seed) % len(others)] if others else ""
+            start = (2 * [*LAYOUTS].index(layouts[0]) + 15 * turns + seed) % len(LAYOUTS)
+            other = next((name for name in ([*LAYOUTS] * 2)[start:] if name in others), "")
             case = replace(case, other=other) if other else case.with_(then="")
         before = len(todo)
         todo -= {choices for choices in todo if has(case, choices)}
@@ -618,20 +635,34 @@ def _holders(case: Case, model: Model, name: str) -> dict[Tensor, Tensor]:
     return found
 
 
+def _oracles(case: Case, model: Model) -> list[BlockReference]:
+    """One of each param group, of which a model has every other block."""
+    block = {"period": case.period, "block_lr_ratio": 0.7 if case.period == 3 else None}
+    found = []
+    for number, said in enumerate(case.of_groups()):
+        part = nn.Module()
+        blocks = [*model.blocks.named_children()][number :: case.groups]
+        part.blocks = nn.ModuleDict(dict(blocks))
+        splits = {k: v for k, v in case.splits().items() if k.split(".")[1] in part.blocks}
+        settings = case.settings() | said
+        found.append(BlockReference(part, {}, **block, splits=splits, **settings))
+    return found
+
+
 def expected_of(case: Case) -> dict[str, Any]:
     """Losses, and at the end weights and state by name."""
     model = case.model().float()
-    block = {"period": case.period, "block_lr_ratio": 0.7 if case.period == 3 else None}
-    oracle = BlockReference(model, {}, **block, splits=case.splits(), **case.settings())
+    oracles = _oracles(case, model)
     losses, start = [], {n: p.detach().clone() for n, p in model.named_parameters()}
     norm = 0.0
     for step in range(STEPS):
-        if case.period > 1:
-            name = case.layout if step < SAVE_AT or not case.then else case.other
-            oracle.holders = _holders(case, model, name)
-        oracle.param_groups[0]["lr"] = lr = LR / (1 + step)
-        if oracle.adamw is not None:
-            oracle.adamw.param_groups[0]["lr"] = lr / 10
+        for number, oracle in enumerate(oracles):
+            if case.period > 1:
+                name = case.layout if step < SAVE_AT or not case.then else case.other
+                oracle.holders = _holders(case, model, name)
+            oracle.param_groups[0]["lr"] = lr = case.rate(step, number)
+            if oracle.adamw is not None:
+                oracle.adamw.param_groups[0]["lr"] = lr / 10
         parts = [case.inputs(step, k, 0, 1, name="ddp2") for k in range(case.parts)]
         loss = torch.stack([model(inputs, 1 / 8) for inputs in parts]).sum()
         loss.backward()
@@ -644,9 +675,12 @@ def expected_of(case: Case) -> dict[str, Any]:
         norm = float(
             nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         )
-        oracle.schedule.advance() if case.is_bad(step) else oracle.step()
-        oracle.zero_grad()
-    state = {**oracle.state, **(oracle.adamw.state if oracle.adamw is not None else {})}
+        for oracle in oracles:
+            oracle.schedule.advance() if case.is_bad(step) else oracle.step()
+            oracle.zero_grad()
+    state: dict[Tensor, Any] = {}
+    for oracle in oracles:
+        state |= {**oracle.state, **(oracle.adamw.state if oracle.adamw is not None else {})}
     return {
         "losses": losses,
         "grad_norm": norm,  # of the last step
@@ -674,8 +708,16 @@ class Training(Trained):
 
         super().__init__(
             replace(laid, wrap=wrap), case.model(), planning=case.planning(name),
+            groups=self._groups if case.groups > 1 else None,
             verify_every=case.verify, **case.settings(), **only,
         )  # fmt: skip
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        named, count = list(model.named_parameters()), self.case.groups
+        return [
+            {"params": [e for e in named if int(e[0].split(".")[1]) % count == n], **said}
+            for n, said in enumerate(self.case.of_groups())
+        ]
 
     def _freeze(self, model: Any, step: int) -> None:
         for i, block in enumerate(model.blocks):
@@ -710,8 +752,8 @@ class Training(Trained):
             losses.append(self.backward(step))
             if case.clip:
                 dmuon.clip_grad_norm_(self.model, case.clip)
-            for group in self.opt.param_groups:
-                group["lr"] = LR / (1 + step) / (10 if "betas" in group else 1)
+            for number, group in enumerate(self.opt.param_groups):
+                group["lr"] = case.rate(step, number) / (10 if "betas" in group else 1)
             with nullcontext() if quiet or step == steps[0] else nothing_read():
                 self.opt.step()
             self.opt.grad_scale = self.opt.found_inf = None

@@ -157,7 +157,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     assert [n for n, _ in model.named_parameters()] == names
     assert all(dict(model.named_parameters())[n] is p for n, p in kept.items())
     opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    pair = Both(model, twin, opt, [ref], mesh_of((world,)))
+    pair = Both(model, twin, opt, ref, mesh_of((world,)))
     pair.train(range(2))
     pair.check()
     own.close()
@@ -343,12 +343,12 @@ def test_a_model_made_on_the_meta_device(rank, world):
     torch.manual_seed(100 + rank)  # every rank draws its own numbers
     for module in model.modules():
         getattr(module, "reset_parameters", lambda: None)()
-    pair = Both(model, seeded(), dmuon.Muon(model, **MUON), [], mesh)
+    pair = Both(model, seeded(), dmuon.Muon(model, **MUON), None, mesh)
     start = pair.whole()
     for everyone in zip(*(each.values() for each in gathered(start))):
         assert all(torch.equal(everyone[0], other) for other in everyone)
     pair.copy_weights()
-    pair.refs = [ReferenceMuon(pair.twin, **MUON)]
+    pair.ref = ReferenceMuon(pair.twin, **MUON)
     pair.train(range(2))
     pair.check()
     own.close()

@@ -246,7 +246,7 @@ def memory_of_a_step(layout, prefetch, after=1) -> tuple[dict[str, list[float]],
     """What is alive at each layer of a step ``after`` others, in matrices; who is stored here."""
     others, options = tensors(), {"prefetch": prefetch}
     with both(WIDE, layout, options=options, transport=Prompt) as pair:
-        pair.twin, pair.refs = None, []
+        pair.twin = pair.ref = None
         stored = [p.numel() > 0 for p in pair.model.parameters()]
         for _ in range(after):
             a_step(pair)

@@ -69,29 +69,22 @@ def ran(pair) -> set[tuple[str, str]]:
     return {item for mine in everyone for item in mine.items()}
 
 
-def groups(model):
-    named = list(model.named_parameters())
-    ups = [(n, p) for n, p in named if n.startswith("up")]
-    downs = [(n, p) for n, p in named if n.startswith("down")]
-    return [{"params": ups, "lr": 0.01, "ns_steps": 4}, {"params": downs}]
-
-
 @pytest.mark.parametrize(("layout", "period"), [("reduced", 1), ("fsdp2", 3)])
 @distributed(2)
 def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, layout, period):
-    """Also where param groups differ, and where matrices without gradients leave smaller batches:
-    their calls are prepared when they first come."""
+    """Also where matrices without gradients leave smaller batches: their calls are prepared when
+    they first come."""
     for skips in (False, True):
 
         def prepare(model, step, rank, skips=skips):
             model.skipped = step % 2 if skips and step % 6 else None
 
         case = {"request": {"costs": gram_costs()}, "only": {"period": period}, "prepare": prepare}
-        with planned_as(layout, groups=groups, **case) as pair:
+        with planned_as(layout, **case) as pair:
             nbytes = pair.opt.stats()["kernels"]["workspace_bytes"]
             pair.train(range(6))
             pair.opt.synchronize()
-            if period == 1:  # of groups there is no reference with block steps
+            if period == 1:  # the reference has no block steps
                 pair.check()
                 assert {kernel for _, kernel in ran(pair)} == {GRAM}
             with mock.patch.object(runner, "prepared", wraps=prepared) as built:

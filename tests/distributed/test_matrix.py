@@ -210,7 +210,8 @@ def test_with_fixed_kernels_the_bits_are_those_of_one_process(pools: Pools, numb
 
 
 @pytest.mark.parametrize(
-    "option", ["variant", "momentum_dtype", "cautious", "period", "clip", "rule", "adjust"]
+    "option",
+    ["variant", "momentum_dtype", "cautious", "period", "clip", "rule", "adjust", "groups"],
 )
 def test_an_option_that_is_ignored_would_be_seen(option: str) -> None:
     """It moves weights further than a distributed run may be from its reference."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,6 @@ from tests.distributed.harness import distributed
 from tests.distributed.layouts import (
     LAYOUTS,
     Layout,
-    layouts,
     mesh_of,
     shard_units,
     sharded,
@@ -42,22 +40,12 @@ from tests.distributed.models import (
     tied,
     weights,
 )
-from tests.distributed.twins import Rows, both, follow, scheduled
+from tests.distributed.twins import Rows, both, follow
 
 BF16 = torch.bfloat16
 ROWS = Rows()
 
 # ---- settings, models and meshes ----------------------------------------------------------------
-
-
-def numbers_of_numpy(pair, step):
-    """They are kept as Python's before anything travels: engines take nothing else."""
-    for group in pair.opt.param_groups:
-        group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
-    pair.both_backward(step)
-
-
-ROWS.add("numbers of numpy", "fsdp2", muon={"ns_steps": 4}, round=numbers_of_numpy)
 
 
 def in_another_order() -> DeviceMesh:
@@ -223,39 +211,6 @@ def test_two_ownerships_on_halves_of_the_ranks(rank, world):
         assert pair.own.plan.topology.world == 2 and pair.own.rank == pair.data_rank == data_rank
         pair.train(range(2))
         pair.check()
-
-
-# ---- groups and schedules --------------------------------------------------------------------
-
-# The first block and the embedding, the second block, all else.
-OF_GROUPS = [
-    {"lr": 0.03, "weight_decay": 0.3, "ns_steps": 5, "adamw_lr": 1e-3},
-    {"lr": 0.01, "weight_decay": 0.0, "ns_steps": 3, "momentum": 0.8, "nesterov": False},
-    {"lr": 0.005, "adamw_lr": 2e-3, "adamw_weight_decay": 0.2},
-]
-SCHEDULES = (lambda t: 1 / (1 + t)), (lambda t: 1 - 0.05 * t), (lambda t: 0.5**t)
-
-
-def groups(model):
-    members = [[], [], []]
-    for name, p in model.named_parameters():
-        place = {"tok": 0, "blocks.0": 0, "blocks.1": 1}
-        members[next((n for key, n in place.items() if name.startswith(key)), 2)].append((name, p))
-    return [{"params": m, **own} for m, own in zip(members, OF_GROUPS, strict=True)]
-
-
-@layouts("dedicated", "ddp", "fsdp2")
-def test_param_groups_and_schedules(rank, world, layout):
-    """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
-    with both(layout=layout, groups=groups) as pair:
-        advance = scheduled(pair, SCHEDULES)
-        for step in range(4):
-            pair.train([step])
-            advance()
-        pair.check()
-        rates = [own["lr"] * factor(4) for own, factor in zip(OF_GROUPS, SCHEDULES, strict=True)]
-        found = [group["lr"] for group in pair.opt.param_groups]
-        assert found[:2] == rates[:2], (found, rates)  # a group without matrices shows AdamW's
 
 
 # ---- dtypes ----------------------------------------------------------------------------------

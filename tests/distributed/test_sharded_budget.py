@@ -83,7 +83,7 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world):
     own = dmuon.dedicate_params(model)
     made: list[dmuon.Muon] = []
     _, kept = peak_bytes(lambda: made.append(dmuon.Muon(model, ns_dtype=torch.float32, period=2)))
-    pair = Both(model, model, made[0], [], mesh_of((world,)))
+    pair = Both(model, model, made[0], None, mesh_of((world,)))
     formula = pair.opt.stats()["step_bytes"]
     state = sum(local_tensor(p).numel() for p in model.parameters()) * 4
     buffers = sum(n for purpose, n in formula.items() if purpose not in TEMPORARIES)

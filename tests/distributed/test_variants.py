@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import whole_tensor
-from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import CorruptionError, OwnershipError
 from tests.distributed.compare import assert_bitwise
@@ -73,27 +72,6 @@ def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
             dmuon.Muon(in_shards(), variant=wrong).report()
 
 
-class Fast(dmuon.Rule):
-    """Momentum of its own, which not every layout would ask."""
-
-    def advance(self, buffers: Any, grads: Any, h: Any) -> None:
-        torch._foreach_lerp_(buffers, grads, 1.0)
-
-
-@cases("fsdp2")
-def test_a_rule_that_would_count_in_one_layout_only_is_refused(rank, world, name):
-    """When it is given, when it is put into a group, and by the reference."""
-    told = r"Fast\(\).*overrides 'advance'.*'accept' and the tuple 'state' alone"
-    with pytest.raises(TypeError, match=told):
-        Training(CASES[name], variant=Fast())
-    with pytest.raises(TypeError, match=told):
-        ReferenceMuon(small_model(), variant=Fast())
-    training = Training(CASES[name])
-    training.opt.param_groups[0]["variant"] = Fast()
-    with pytest.raises(TypeError, match=told):
-        training.train(range(1))
-
-
 @distributed(2)
 def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> None:
     """Of a step that is not finite nothing stays, and of a matrix without gradient neither."""
@@ -143,38 +121,6 @@ def test_corruption_is_told_from_a_variant(rank: int, world: int, name: str) -> 
 
     with patch.object(type(engine), "_apply", wrong), pytest.raises(CorruptionError):
         training.train(range(2, 3))
-
-
-@distributed(2)
-def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
-    """Also a matrix that is unfrozen later: what is kept of the others stays."""
-    model = small_model()
-    model.blocks[0].mix.weight.requires_grad_(False)
-    fully_shard(model, mesh=mesh_of((world,)))
-    named = dict(model.named_parameters())
-    late = named["blocks.0.mix.weight"]
-    attention = [(n, p) for n, p in named.items() if "attention" in n]
-    others = [(n, p) for n, p in named.items() if "attention" not in n]
-    groups = [{"params": attention, "variant": "normuon"}, {"params": others}]
-    opt = dmuon.Muon(groups, variant=Damped())
-
-    def step() -> dict[str, set[str]]:
-        loss_of(model, batch(0, rank)).backward()
-        opt.step()
-        opt.zero_grad()
-        names = [n for group in opt.param_groups for n in group["param_names"]]
-        state = opt.state_dict()["state"]
-        return {names[i]: {*entry} - {"momentum_buffer"} for i, entry in state.items()}
-
-    kept = step()
-    q = "blocks.0.attention.q_proj.weight"
-    assert kept[q] == {"row_moment"} and kept["blocks.0.narrow.up.weight"] == {"size", "count"}
-    assert "blocks.0.mix.weight" not in kept
-    assert opt.state_dict()["param_groups"][1]["variant"] == "Damped(beta=0.5)"
-    late.requires_grad_(True)
-    assert step()["blocks.0.mix.weight"] == {"size", "count"}
-    counts = [whole_tensor(e["count"]) for e in opt.state_dict()["state"].values() if "count" in e]
-    assert sorted({float(c) for count in counts for c in count}) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("name", ["ep", "ddp", "dedicated"])

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon.dtensors import covering_mesh, whole_tensor
@@ -102,7 +101,7 @@ class Both:
     model: nn.Module
     twin: nn.Module
     opt: dmuon.Muon
-    refs: list[Any]
+    ref: Any
     mesh: DeviceMesh
     transport: Any = None  # the wrapped one, if any
     loss_of: Loss = loss_of
@@ -119,11 +118,6 @@ class Both:
     @property
     def own(self) -> dmuon.Ownership:
         return self.opt.ownership
-
-    @property
-    def ref(self) -> Any:
-        (only,) = self.refs
-        return only
 
     @property
     def bare(self) -> Any:
@@ -178,8 +172,8 @@ class Both:
 
     def advance(self) -> None:
         self.step()
-        for ref in self.refs:
-            ref.step()
+        if self.ref is not None:
+            self.ref.step()
         self.twin.zero_grad()
 
     def train(self, steps: Sequence[int]) -> None:
@@ -279,7 +273,6 @@ def both(
     request: dict[str, Any] | None = None,
     muon: dict[str, Any] | None = None,
     only: dict[str, Any] | None = None,
-    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     fsdp: dict[str, Any] | None = None,
     transport: Callable[..., Any] | None = None,
     alone: bool = False,
@@ -290,9 +283,8 @@ def both(
     Every rank starts from weights of its own where those of the first count.
     ``options``: fields of the layout's options; ``select``: `select`, `splits` and `heads`;
     ``request``: other arguments of `dedicate_params`; ``muon``: hyperparameters for both
-    optimizers, ``only``: for `Muon` alone; ``groups``: param groups, of named parameters;
-    ``fsdp``: other arguments of `fully_shard` for the rest; ``alone``: the optimizer plans by
-    itself. ``more``: fields of `Both`, and
+    optimizers, ``only``: for `Muon` alone; ``fsdp``: other arguments of `fully_shard` for the rest;
+    ``alone``: the optimizer plans by itself. ``more``: fields of `Both`, and
 
     - ``mesh``: another than the layout's own, ``seed``;
     - ``change``, done to model and twin, and ``wrap``, done to the model instead of what the
@@ -313,32 +305,14 @@ def both(
         if laid.shard_rest:
             rest = {"ignored_params": own.dedicated_params, **(fsdp or {})}
             shard_units(model, data_mesh(mesh), **rest)
-    bare = getattr(model, "module", model)
-    opt = dmuon.Muon(model if groups is None else groups(bare), **settings, **(only or {}))
-    if groups is not None:
-        chosen = ReferenceMuon(twin, **select)._views
-        names = {name for name, p in trainable_parameters(twin) if p in chosen}
-        refs = grouped_references(groups(twin), settings, names)
-    else:
-        refs = [ReferenceMuon(twin, **settings, **select)]
+    opt = dmuon.Muon(model, **settings, **(only or {}))
+    ref = ReferenceMuon(twin, **settings, **select)
     more.setdefault("averages", laid is LAYOUTS["plain"])
     try:
-        yield Both(model, twin, opt, refs, mesh, outer, **more)
+        yield Both(model, twin, opt, ref, mesh, outer, **more)
     finally:
         if own is not None:
             own.close()
-
-
-def scheduled(pair: Both, factors: Sequence[Callable[[int], float]]) -> Callable[[], None]:
-    """A schedule for each group of `both`; calling this advances them."""
-    schedules = [LambdaLR(pair.opt, list(factors))]
-    schedules += [LambdaLR(ref, factors[ref.number]) for ref in pair.refs]
-
-    def advance() -> None:
-        for schedule in schedules:
-            schedule.step()
-
-    return advance
 
 
 def follow(build: Callable[[], nn.Module] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -358,6 +332,7 @@ class Trained:
         model: nn.Module,
         mesh: DeviceMesh | None = None,
         planning: Mapping[str, Any] | None = None,
+        groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
         **muon: Any,
     ) -> None:
         assert laid.mesh is not None
@@ -369,7 +344,8 @@ class Trained:
             asked = {}
             if laid.shard_rest:
                 fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)
-        self.opt = dmuon.Muon(self.model, **muon, dedicate=asked or None)
+        given = self.model if groups is None else groups(self.bare)
+        self.opt = dmuon.Muon(given, **muon, dedicate=asked or None)
 
     @property
     def bare(self) -> Any:
