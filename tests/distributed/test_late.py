@@ -15,7 +15,6 @@ from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_close
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import layouts
 from tests.distributed.models import Used, batch, loss_of, seeded, wrap
 from tests.distributed.twins import MUON, both
 
@@ -173,13 +172,3 @@ def test_what_ddp_does_not_average_is_told(rank, world):
     with pytest.raises(OwnershipError, match="mid.weight.*wrap it again"):
         opt.step()
     opt.ownership.close()
-
-
-@layouts("reduced", "dedicated")
-def test_layouts_of_owners_say_what_to_do(rank, world, layout):
-    with both(Used, layout, change=lambda m: m.mid.weight.requires_grad_(False)) as pair:
-        pair.train_alone([0])
-        pair.model.mid.weight.requires_grad_(True)
-        pair.backward(1)
-        with pytest.raises(OwnershipError, match=r"mid\.weight.*own\.close"):
-            pair.opt.step()

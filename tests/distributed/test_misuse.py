@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +28,11 @@ from dmuon.dtensors import flaw_of_device
 from dmuon.tools.parallel_models import ParallelModel
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.accelerator import host_cannot_read
-from tests.distributed.compare import assert_bitwise
+from tests.distributed.compare import assert_bitwise, average_gradients
 from tests.distributed.harness import TIMEOUT_S, distributed
 from tests.distributed.layouts import REDUCING, mesh_of
 from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
-from tests.distributed.twins import both, follow, laid_out
+from tests.distributed.twins import MUON, Both, both, follow, laid_out
 from tests.internals import solve_on_first, timeout_of
 from tests.transports import RecordingTransport
 
@@ -272,7 +276,7 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world):
     own.close()
 
 
-# ---- what a user does to a model that is being trained ---------------------------------------
+# ---- what a user does between steps ------------------------------------------------------------
 
 
 def in_grad_scaler(pair):
@@ -329,65 +333,205 @@ def sharded_late(pair):
     pair.backward(1)
 
 
+def unfrozen(pair):
+    pair.bare.mid.weight.requires_grad_(True)
+    pair.backward(1)
+
+
 def closed(pair):
     pair.own.close()
     pair.backward(1)
 
 
+def setting(key, value):
+    def change(pair):
+        (group,) = pair.opt.param_groups
+        group[key] = value
+        pair.backward(1)
+
+    return change
+
+
+def sparse(pair):
+    pair.backward(1)
+    pair.bare.mid.weight.grad = pair.bare.mid.weight.grad.to_sparse()
+
+
+def missing(pair):
+    pair.backward(1)
+    pair.bare.mid.weight.grad = None
+
+
+def unsynchronized(pair):
+    with pair.model.no_sync():
+        pair.backward(1)
+
+
+def unaveraged(*names):
+    """Of these, or of all."""
+
+    def backward(pair):
+        pair.averages = False
+        pair.backward(1)
+        chosen = [pair.model.get_parameter(n) for n in names] or [*pair.model.parameters()]
+        own = [p.grad for p in chosen]
+        average_gradients(pair.model)
+        for p, grad in zip(chosen, own, strict=True):
+            p.grad = grad
+        pair.averages = True
+
+    return backward
+
+
+def weights_of_its_own(name):
+    def begin(pair):
+        with torch.no_grad():
+            pair.model.get_parameter(name).add_(0.01 * dist.get_rank())
+        pair.backward(1)
+
+    return begin
+
+
+def planned_by_itself(**dedicate):
+    def plan(pair):
+        pair.opt = dmuon.Muon(pair.model, **MUON, dedicate=dedicate)
+        pair.backward(1)
+
+    return plan
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a user does in place of a backward pass, ``after`` some steps, on all ranks or
+    ``on_last`` alone; what is ``told``, and the ``others`` if they are told something else. Where
+    the host cannot read (``late``), they are told in the step after. ``case``: arguments of `both`.
+    """
+
+    layout: str
+    do: Callable[[Both], Any]
+    told: str
+    others: str = ""
+    after: int = 1
+    on_last: bool = False
+    late: bool = False
+    goes_on: bool = False  # then training goes on, once that is mended
+    case: dict[str, Any] = field(default_factory=dict)
+
+
 STRICT = {"wrap": partial(wrap, find_unused_parameters=False, bucket_cap_mb=0.001)}
-UNTOUCHED = {"steps": 0}  # it happens before the first step
 SPARE = {"change": lambda model: setattr(model, "use_spare", True)}
-NORM = "blocks.0.norm.weight"
-IN_STEPS = [
-    ("reduced", in_grad_scaler, "GradScaler", {}),
-    ("reduced", a_gradient_by_hand, r"mid\.weight.*after backward", {}),
-    ("reduced ddp", without_spare, r"spare.*find_unused_parameters", STRICT | SPARE),
-    ("dedicated", a_step_before_backward, "between this forward pass and its backward", {}),
-    ("dedicated", converted, r"is now .* torch\.bfloat16 .* Move or convert", {}),
-    ("dedicated", assigned, r"mid\.weight.* by an assignment to its data", {}),
-    ("fsdp2", converted, r"'tok\.weight' is now.*bfloat16.*float32.*own\.close\(\)", UNTOUCHED),
-    ("fsdp2", closed, r"closed.*dedicate_params", {}),
-    ("plain", sharded_late, r"fully_shard.*before", UNTOUCHED | {"averages": False}),
-    ("tp", sharded_late, r"fully_shard.*before", UNTOUCHED),
+FROZEN = {"build": Used, "change": lambda model: model.mid.weight.requires_grad_(False)}
+ALONE = {"build": Used, "alone": True}  # the optimizer plans by itself
+NORM, REFUSES = "blocks.0.norm.weight", "rank 1 refuses"
+AVERAGE = r"DistributedDataParallel.*reduce_to_owner=True"
+WRONG = {"lr": math.nan, "momentum": 2.0, "ns_steps": "5", "maximize": True}
+mends = partial(Act, on_last=True, goes_on=True)
+ACTS = [
+    Act("reduced", in_grad_scaler, "GradScaler"),
+    Act("reduced", a_gradient_by_hand, r"mid\.weight.*after backward"),
+    Act("reduced ddp", without_spare, r"spare.*find_unused_parameters", case=STRICT | SPARE),
+    Act("dedicated", a_step_before_backward, "between this forward pass and its backward"),
+    Act("dedicated", converted, r"is now .* torch\.bfloat16 .* Move or convert"),
+    Act("dedicated", assigned, r"mid\.weight.* by an assignment to its data"),
+    Act("fsdp2", converted, r"'tok\.weight' is now.*bfloat16.*float32.*own\.close\(\)", after=0),
+    Act("fsdp2", closed, r"closed.*dedicate_params"),
+    Act("plain", sharded_late, r"fully_shard.*before", after=0, case={"averages": False}),
+    Act("tp", sharded_late, r"fully_shard.*before", after=0),
     *(
-        (layout, another(name), f"'{name}' is another parameter object", {})
+        Act(layout, another(name), f"'{name}' is another parameter object")
         for layout, name in [
             *product(("dedicated", "reduced ddp"), ("mid.weight", NORM)),
             ("dedicated fsdp", "blocks.1.up.weight"),
             ("tp", "blocks.0.mix.weight"),
         ]
     ),
-]
+    *(
+        Act(layout, unfrozen, r"mid\.weight.*own\.close", case=FROZEN)
+        for layout in ("reduced", "dedicated")
+    ),
+    # Gradients that nobody averages, and replicas that differ from the start.
+    Act("ddp", unsynchronized, AVERAGE, after=0, case=ALONE),
+    *(
+        Act("plain", unaveraged(*names), "".join(names) + ".*" + AVERAGE, after=0, goes_on=True)
+        for names in ((), ("blocks.1.down.weight",), ("blocks.2.up.bias",))
+    ),
+    Act("plain", unaveraged(), "gradients differ between ranks.*the wrapper, not the module inside",
+        after=0, late=True, goes_on=True),
+    *(
+        Act("plain", weights_of_its_own(name), name, after=0, case=ALONE)
+        for name in ("blocks.1.up.weight", "mid.bias")
+    ),
+    # What one rank cannot plan, or plans otherwise.
+    *(
+        Act("ddp", planned_by_itself(**asked), told, after=0, on_last=True, case=ALONE)
+        for asked, told in [
+            ({"layout": "sharded"}, "does not take DistributedDataParallel"),
+            ({"splits": {"mid.weight": (9, 9)}}, "mid.weight"),
+            ({"select": lambda name, p: p.ndim == 2 and "blocks.0" in name}, "weight"),
+            ({"solver": "greedy"}, "gree"),
+        ]
+    ),
+    # What one rank alone finds. By the fourth step gradients are compared rarely.
+    mends("ddp", sparse, "not dense", REFUSES, after=4, case=ALONE),
+    mends("ddp", missing, "'mid.weight' has a gradient on 1 of 2 ranks", after=4, case=ALONE),
+    mends("plain", missing, "'mid.weight' has a gradient on 1 of 2 ranks", after=4, late=True),
+    Act("plain", sparse, "dense", REFUSES, on_last=True, late=True),
+    *(
+        mends(layout, setting(key, wrong), f"{key} must be|'maximize', which nobody reads", REFUSES,
+              late=layout == "fsdp2")
+        for layout, (key, wrong) in product(("dedicated", "fsdp2"), WRONG.items())
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(IN_STEPS)))
+@pytest.mark.parametrize("number", range(len(ACTS)))
 @distributed(2)
 def test_what_is_done_between_steps_is_told_on_every_rank(rank, world, number):
-    layout, act, message, case = IN_STEPS[number]
-    steps = case.get("steps", 1)
-    case = {key: value for key, value in case.items() if key != "steps"}
-    with both(layout=layout, transport=RecordingTransport, **case) as pair:
-        pair.train_alone(range(steps))
-        sent = None
-        with pytest.raises(DmuonError, match=message):
-            act(pair)
-            sent = len(pair.events)
+    """Nothing has changed then."""
+    act = ACTS[number]
+    is_guilty = rank == world - 1 or not act.on_last
+    errors = (ValueError, TypeError) if is_guilty else ConsensusError if act.others else DmuonError
+    told = pytest.raises(errors, match=act.told if is_guilty else act.others or act.told)
+    transport = None if "alone" in act.case else RecordingTransport
+    with (
+        host_cannot_read() if act.late else nullcontext(),
+        both(layout=act.layout, transport=transport, **act.case) as pair,
+    ):
+        pair.train(range(act.after))
+        groups, before, sent = [dict(group) for group in pair.opt.param_groups], None, 0
+        with told if not act.late or (is_guilty and act.others) else nullcontext():
+            act.do(pair) if is_guilty else pair.backward(1)
+            before, sent = pair.snapshot(), len(pair.events) if transport else 0
             pair.opt.step()
-        if "another" in message:  # before a step sends anything but that; the others have to know
+        for group, kept in zip(pair.opt.param_groups, groups):
+            group.clear(), group.update(kept)
+        if act.late:
+            pair.opt.zero_grad()
+            with pytest.raises(DmuonError, match=act.others or act.told):
+                pair.opt.step()
+        if before is not None:
+            found = pair.snapshot()
+            assert_bitwise(found[: len(before)], before)
+            assert not any(map(torch.any, found[len(before) :])), "state that planning made"
+        if "another" in act.told:  # a step sends nothing but that before; the others have to know
             assert {event.tag for event in pair.events[sent:]} <= {"verdict", "norms"}
-        if (layout, act) == ("fsdp2", converted):
-            with pytest.raises(DmuonError, match=message):
+        if (act.layout, act.do) == ("fsdp2", converted):
+            with pytest.raises(DmuonError, match=act.told):
                 dmuon.clip_grad_norm_(pair.model, 1.0)
+        if act.goes_on:
+            pair.opt.zero_grad()
+            pair.train(range(act.after, act.after + 2))
+            pair.check()
 
 
 @distributed(2)
 def test_a_model_that_is_moved_to_where_it_is(rank, world):
-    for layout in ("fsdp2", "dedicated"):
+    for layout in ("fsdp2", "dedicated", "reduced"):
         with both(layout=layout) as pair:
             for step in range(3):
                 pair.train([step])
                 pair.model.to("cpu").float()
-                if layout == "dedicated":  # what it does to another device
+                if layout != "fsdp2":  # what it does to another device
                     for p in pair.model.parameters():
                         p.data = p.data.clone()
             pair.check()
@@ -403,9 +547,6 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
         buffers = [s["momentum_buffer"] for s in opt.state.values() if "momentum_buffer" in s]
         assert buffers
         assert all(torch.allclose(b, torch.full_like(b, 0.05 * 2.0)) for b in buffers)
-
-
-WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
 @distributed(2)
@@ -426,45 +567,6 @@ def test_keys_of_the_users_own_may_differ_between_ranks(rank, world):
         pair.backward(3)
         with pytest.raises(ConsensusError, match="different hyperparameters.*momentum"):
             pair.opt.step()
-
-
-@pytest.mark.parametrize(
-    ("kind", "when", "on"),
-    [
-        ("dedicated", "before backward", "host"),
-        ("fsdp2", "before step", "accelerator"),
-    ],
-)
-@distributed(2)
-def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, on):
-    """Every rank raises, nothing has changed, and the next step can be taken. Where the host cannot
-    read the others learn it on the way, and the next step raises."""
-    with host_cannot_read() if on != "host" else nullcontext(), both(Net, kind) as pair:
-        (group,) = pair.opt.param_groups
-        for key, wrong in WRONG.items():
-            pair.train_alone([0])
-            before, right = pair.snapshot(), dict(group)
-            if when == "before backward" and rank == 1:
-                group[key] = wrong
-            pair.backward(1)
-            if rank == 1:
-                group[key] = wrong
-            refused = pytest.raises(ConsensusError, match="rank 1 refuses")
-            if rank == 1:
-                told = f"{key} must be|'maximize', which nobody reads"
-                refused = pytest.raises((TypeError, ValueError), match=told)
-            with refused if on == "host" or rank == 1 else nullcontext():
-                pair.opt.step()
-            assert_bitwise(pair.snapshot(), before)
-            group.pop(key, None)
-            group.update(right)
-            pair.opt.zero_grad()
-            if on == "accelerator":
-                with pytest.raises(ConsensusError, match="rank 1 refuses"):
-                    pair.train_alone([2])
-                pair.opt.zero_grad()
-            else:
-                pair.train_alone([2])
 
 
 @distributed(2)
