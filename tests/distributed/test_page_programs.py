@@ -195,7 +195,7 @@ STEPS, TAU = 3, 0.9
 
 
 def recipes() -> dict[str, Any]:
-    return run("recipes.md", without="peft")
+    return run("recipes.md")
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:

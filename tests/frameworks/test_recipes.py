@@ -1,8 +1,7 @@
-"""Recipes that need peft, and how transformers stores the experts that docs/moe.md lists."""
+"""How transformers stores the experts that docs/moe.md lists."""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import re
 from pathlib import Path
@@ -11,43 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import dmuon
-from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import collect
-from tests.distributed.compare import assert_close, whole
-from tests.distributed.harness import distributed
-from tests.distributed.test_page_programs import EXACT, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "moe.md"
-
-
-@distributed(2)
-def test_lora_with_muon_on_b(rank: int, world: int) -> None:
-    page = run("recipes.md")
-    assert {n.split(".")[-3] for n in page["lora_opt"].ownership.owned_by(0)} == {"lora_B"}
-    torch.manual_seed(0)
-    model = page["get_peft_model"](copy.deepcopy(page["lora"].get_base_model()), page["config"])
-    twin = copy.deepcopy(model)
-    how = {"lr": 1e-2, "adamw_lr": 3e-3, "weight_decay": 0.0, **EXACT}
-    wrapped = DistributedDataParallel(model)
-    opt = dmuon.Muon(wrapped, **how, dedicate={"select": page["muon_on_b"]})
-    ref = ReferenceMuon(twin, **how, select=page["muon_on_b"])
-    for step in range(4):
-        inputs = [
-            torch.randn(8, 16, generator=torch.Generator().manual_seed(9 * step + r))
-            for r in range(world)
-        ]
-        (wrapped(inputs[rank]) - inputs[rank]).square().mean().backward()
-        for x in inputs:
-            ((twin(x) - x).square().mean() / world).backward()
-        for one in (opt, ref):
-            one.step()
-            one.zero_grad()
-    expected = {n: p.detach() for n, p in twin.named_parameters() if p.requires_grad}
-    assert_close(whole(model, opt.ownership), expected)
-    opt.ownership.close()
 
 
 # transformers' module and class of the experts, by the names on the page.

@@ -154,7 +154,6 @@ batches = lambda step, data_rank: torch.randint(11, (4, 6))
     "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
-    "docs/recipes.md": "import pytest; pytest.importorskip('peft')",
     "docs/sharded.md": SHARDING,
 }
 
