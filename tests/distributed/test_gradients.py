@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
@@ -17,7 +16,7 @@ from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, assert_equal_on_all_ranks, gathered
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import layouts
-from tests.distributed.models import Net, Used
+from tests.distributed.models import Used
 from tests.distributed.twins import both
 
 TOLERANCE = 1e-5
@@ -150,35 +149,6 @@ def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
         found = gathered(scales)
         assert found == [SCALES] * world, f"scales by rank and step: {found}"
         pair.check() if period == 1 else None
-
-
-# ---- gradients that are not there ------------------------------------------------------------
-
-
-USERS = ((), (0,), (1,), (0, 1))
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="FSDP2 of this torch has no set_reduce_scatter_unused_params",
-)
-@distributed(2)
-def test_a_parameter_that_some_ranks_or_none_use(rank, world):
-    """Without any gradient it stays as it is, without weight decay as well; where some shards have
-    one, those of the others count as zeros."""
-
-    def prepare(model, step, data_rank):
-        model.use_spare = data_rank in USERS[step % 4]
-
-    with both(Net, "fsdp2", prepare=prepare) as pair:
-        for step in range(5):
-            pair.model.set_reduce_scatter_unused_params(len(USERS[step % 4]) == 1)
-            before = pair.whole()
-            pair.train([step])
-            after = pair.whole()
-            for name in ("spare.weight", "spare.bias"):
-                assert torch.equal(before[name], after[name]) is (not USERS[step % 4]), name
-        pair.check()
 
 
 # ---- sparse gradients ------------------------------------------------------------------------

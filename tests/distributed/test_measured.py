@@ -338,24 +338,6 @@ def test_the_report_is_no_collective_call_and_the_exchange_delays_no_step(rank, 
 
 
 @distributed(2)
-def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
-    model, own, opt, transport, events = trained(rank, 16)
-    assert opt.stats()["bytes"]["telemetry"] == 4 * world
-    loss_of(model, batch(16, rank)).backward()
-    opt.step()
-    assert "telemetry" not in opt.stats()["bytes"], "counted where it was sent"
-    telemetry = [[e for e in step if e.tag == "telemetry"] for step in events]
-    assert [i + 1 for i, found in enumerate(telemetry) if found] == [4, 16]
-    assert all(len(found) <= 1 for found in telemetry)
-    assert telemetry[3][0].nbytes == 4 * world
-    # Its place among the step's collectives: after all publishing.
-    assert [e.tag for e in events[3]][-2:] == ["rms", "telemetry"]
-    everyone = transport.gather_objects(events)
-    assert everyone[0] == everyone[1]
-    own.close()
-
-
-@distributed(2)
 def test_closing_right_after_an_exchange(rank, world):
     model, own, opt, transport, _ = trained(rank, 4, WATCHED)
     own.close()

@@ -1,30 +1,22 @@
-"""Emulated nodes: rate, counts, cleaning up, refusing; and dmuon on two of them."""
+"""Emulated nodes: rate, counts, cleaning up, refusing. `test_end_to_end` trains on two of them."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import dmuon
 from benchmarks import nodes
 from benchmarks.nodes import Nodes, emulated
 from benchmarks.results import Row
-from dmuon.dtensors import whole_tensor
 
 REASON = nodes.why_not()
 needs_nodes = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-WIDTH = 128
 SENT = 4_000_000  # bytes of a broadcast
 
 
@@ -43,48 +35,6 @@ def send(rank: int, cluster: Nodes) -> list[Row]:
     return rows
 
 
-def train(rank: int, cluster: Nodes) -> list[Row]:
-    """A step of Muon over nodes, on FSDP2 and on replicas: the difference from the reference, and
-    the bytes that left each node."""
-    rows = []
-    for is_sharded in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)])
-        twin = [p.detach().clone() for p in model.parameters()]
-        if is_sharded:
-            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        planner = dmuon.PlannerOptions(redundancy=1)
-        given: dict[str, Any] = {"select": lambda name, p: True, "planner": planner}
-        given["costs"] = "analytic:cpu"
-        opt = dmuon.Muon(model, lr=0.1, ns_dtype=torch.float32, dedicate=given)
-        x = torch.randn(
-            8, WIDTH, generator=torch.Generator().manual_seed(rank if is_sharded else 0)
-        )
-        model(x).square().mean().backward()
-        for p, q in zip(twin, model.parameters(), strict=True):
-            p.grad = whole_tensor(q.grad)
-        reference = dmuon.reference.ReferenceMuon(twin, lr=0.1, ns_dtype=torch.float32)
-        before = twin[0].clone()
-        reference.step()
-        opt.report()  # plans
-        assert opt.ownership is not None
-        dist.barrier()
-        counted = cluster.link_bytes()
-        dist.barrier()
-        opt.step()
-        opt.synchronize()
-        dist.barrier()
-        sent = [b[0] - a[0] for a, b in zip(counted, cluster.link_bytes(), strict=True)]
-        ours = [whole_tensor(p) for p in model.parameters()]
-        worst = max(float((p - q).abs().max()) for p, q in zip(twin, ours, strict=True))
-        topology = opt.ownership.plan.topology
-        assert [topology.node(r) for r in range(dist.get_world_size())] == [0, 0, 1, 1]
-        moved = float((twin[0] - before).abs().max())
-        rows.append({"worst": worst, "moved": moved, "sent": sent})
-        opt.ownership.close()
-    return rows
-
-
 @needs_nodes
 def test_links_carry_their_rate_and_count_their_bytes() -> None:
     with emulated(2, "100mbit") as cluster, emulated(2) as idle:
@@ -97,19 +47,6 @@ def test_links_carry_their_rate_and_count_their_bytes() -> None:
         assert SENT < out < 1.1 * SENT and into < 0.1 * SENT
         assert SENT < row["counted"][1 - sender][1] < 1.1 * SENT
     assert not left_over(cluster.prefix) and not left_over(idle.prefix)
-
-
-@needs_nodes
-def test_muon_on_two_nodes_of_two_ranks() -> None:
-    with emulated(2, "1gbit") as cluster:
-        rows = cluster.on_ranks(2, train, cluster)
-    assert all(row["moved"] > 1e-3 and row["worst"] < 1e-5 for row in rows)
-    # Half of every matrix crosses to the owner's node and comes back; an update crosses once, and
-    # not to each rank of the other node.
-    whole = 6 * WIDTH * WIDTH * 4
-    for row in rows:
-        assert whole / 2 < statistics.fmean(row["sent"]) < 1.1 * whole / 2 + 30_000, row
-    assert not left_over(cluster.prefix)
 
 
 @needs_nodes

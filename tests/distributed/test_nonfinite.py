@@ -17,7 +17,6 @@ from tests.distributed.harness import distributed
 from tests.distributed.layouts import AT_OWNERS, layouts
 from tests.distributed.models import Net
 from tests.distributed.twins import both
-from tests.poison import Poison
 from tests.transports import RecordingTransport
 
 HOSTS = pytest.mark.parametrize("host", ["reads", "does not read"])
@@ -28,6 +27,19 @@ EACH_ENGINE = pytest.mark.parametrize(
 
 def on(host):
     return host_cannot_read() if host != "reads" else nullcontext()
+
+
+class Poison(torch.autograd.Function):
+    """Zero, and its gradient is ``value`` everywhere."""
+
+    @staticmethod
+    def forward(ctx, weight, value):
+        ctx.shape, ctx.value = weight.shape, value
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return torch.full(ctx.shape, ctx.value), None
 
 
 def poisoned(pair, layout, step, name, value):
@@ -65,6 +77,7 @@ def skips_a_step(pair, layout, name, here, raises=False):
             pair.opt.step()
         stats = pair.opt.stats()
         assert raises or (stats["finite"], stats["skipped"]) == (False, 1)
+        assert "grad_norm" not in pair.opt.metrics()
         assert_bitwise(state_of(pair), before)
         for reset in (pair.opt.zero_grad, pair.twin.zero_grad):
             reset()

@@ -133,26 +133,20 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def is_late(name: str) -> bool:
-    """What gradual unfreezing leaves frozen at first: embeddings and the first block."""
-    return "embed" in name or ".0." in name
-
-
 def by_hand(
     build: Callable[[], nn.Module],
     *,
     decay_vectors: bool = True,
     clip: float | None = CLIP,
-    late_from: int = 0,
     rate: Callable[[int], float] = factor,
     loss_at: Callable[[nn.Module, int], Tensor] | None = None,
     **settings: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a plain loop in one process.
 
-    Without ``decay_vectors`` norms and biases have no weight decay. What `is_late` is trained from
-    step ``late_from`` on. ``rate(step)`` multiplies the learning rate; ``loss_at(model, step)`` is
-    the joint loss of a step; ``settings`` are the optimizer's.
+    Without ``decay_vectors`` norms and biases have no weight decay. ``rate(step)`` multiplies the
+    learning rate; ``loss_at(model, step)`` is the joint loss of a step; ``settings`` are the
+    optimizer's.
     """
     model = build()
     optimizer = ReferenceMuon(model, **(SETTINGS | settings))
@@ -170,9 +164,6 @@ def by_hand(
             group["lr"] = LR * rate(step)
         loss = loss_at(model, step) if loss_at else loss_of(model, batch(step))
         loss.backward()
-        for name, p in model.named_parameters():
-            if step < late_from and is_late(name):
-                p.grad = None
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             assert norm > clip, "it should bite"

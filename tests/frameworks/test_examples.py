@@ -27,7 +27,6 @@ RUNS = {
     "lightning_module.py": (("transformers", "lightning"), 2),
     "torchtitan_container.py": ((), 2),
     "lora.py": (("transformers", "peft"), 1),
-    "plain_loop.py": (("transformers",), 2),
     "plain_loop.py --fsdp2": (("transformers",), 2),
 }
 

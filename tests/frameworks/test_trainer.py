@@ -27,26 +27,12 @@ class Weights(transformers.TrainerCallback):
         self.found = common.weights(model)
 
 
-class Unfreezes(transformers.TrainerCallback):
-    """Gradual unfreezing: some parameters are trained from a step on."""
-
-    def __init__(self, late_from: int) -> None:
-        self.late_from = late_from
-
-    def on_step_begin(
-        self, arguments: Any, state: Any, *_: Any, model: torch.nn.Module, **__: Any
-    ) -> None:
-        for name, p in model.named_parameters():
-            p.requires_grad_(state.global_step >= self.late_from or not common.is_late(name))
-
-
 def train(
     folder: Path | str,
     world: int,
     *,
     resume: bool = False,
     how: str = "factory",
-    late_from: int = 0,
     **changes: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of the steps taken, and the last weights."""
@@ -75,7 +61,7 @@ def train(
         model,
         arguments,
         train_dataset=common.Examples(),
-        callbacks=[kept, Unfreezes(late_from)],
+        callbacks=[kept],
         **optimizer,
     )
     at = f"{folder}/checkpoint-{common.SAVED}" if resume else None
@@ -100,31 +86,12 @@ def test_one_process(tmp_path, how):
         common.assert_same(train(tmp_path, 1, how=how, resume=True), expected)
 
 
-def test_the_class_itself_gets_two_groups(tmp_path):
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    by_class = (dmuon.Muon, dict(common.SETTINGS))
-    with common.accelerate_on_cpu():
-        trainer = transformers.Trainer(
-            common.llama(),
-            arguments,
-            train_dataset=common.Examples(),
-            optimizer_cls_and_kwargs=by_class,
-        )
-        optimizer = trainer.create_optimizer()
-        assert len(optimizer.param_groups) == 2
-        by_class, by_model = (
-            {(p.name, p.reason) for p in opt.ownership.plan.specs.parameters}
-            for opt in (optimizer, dmuon.Muon(trainer.model))
-        )
-        assert by_class == by_model
-
-
 @distributed()
-def runs(rank, world, folder, resume, fsdp=False, how="factory", late_from=0):
-    expected = common.by_hand(common.llama, late_from=late_from)
+def runs(rank, world, folder, resume, fsdp=False, how="factory"):
+    expected = common.by_hand(common.llama)
     plugin = {"fsdp": True, "fsdp_config": FSDP2} if fsdp else {}
     with process(rank, world, fsdp):
-        found = train(folder, world, how=how, resume=resume, late_from=late_from, **plugin)
+        found = train(folder, world, how=how, resume=resume, **plugin)
         common.assert_same(found, expected)
 
 
@@ -142,8 +109,3 @@ def test_ddp(pools, tmp_path):
 
 def test_fsdp2(pools, tmp_path):
     common.saved_and_resumed(pools, runs, tmp_path, fsdp=True)
-
-
-def test_gradual_unfreezing(pools, tmp_path):
-    arguments = {"folder": str(tmp_path), "resume": False, "fsdp": True, "late_from": 3}
-    pools(2).run(__name__, "runs", arguments)

@@ -20,9 +20,9 @@ from dmuon.reference import ReferenceMuon
 from dmuon.rule import Rule
 from dmuon.types import OwnershipError
 from tests.accelerator import Pretended, host_cannot_read
-from tests.fused import Fused
 from tests.unit.models import (
     WIDTH,
+    Fused,
     Mixed,
     TinyGPT,
     assert_bitwise,
@@ -118,24 +118,6 @@ def test_no_process_group_is_made_and_one_rank_drops_nothing():
 REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
 # Of the `replicated` layout: whole gradients and momentum, or those of owners alone.
 FORMS = pytest.mark.parametrize("form", [{}, {"options": REDUCING}], ids=["whole", "reduced"])
-HYPERPARAMETERS = [
-    {},
-    {"nesterov": False, "adjust_lr_fn": "original"},
-    {"momentum_mode": "sgd", "dampening": 0.1, "momentum": 0.8, "adjust_lr_fn": 0.35},
-    {"adjust_lr_fn": None, "weight_decay": 0.5, "adamw_weight_decay": 0.0, "adamw_lr": 0.003},
-    {"ns_coefficients": "quintic", "ns_steps": 3, "eps": 1e-3, "adamw_betas": (0.8, 0.99)},
-    {"ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.0, "adamw_eps": 1e-3,
-     "adjust_lr_fn": "spectral_unclamped"},
-]  # fmt: skip
-
-
-@FORMS
-@pytest.mark.parametrize("settings", HYPERPARAMETERS)
-def test_experts_splits_heads_and_convolutions_follow_the_reference(settings, form):
-    pair = Pair(Mixed(), **settings, **form)
-    assert max(len(batch.matrices) for batch in pair.own.plan.batches) > 1
-    pair.train(range(5))
-    pair.assert_same()
 
 
 def coder() -> nn.Module:
@@ -319,55 +301,7 @@ def test_a_step_without_a_backward_before_it_changes_nothing(form):
         assert_bitwise(weights(model), before)
 
 
-def test_matrix_gradients_leave_p_grad_after_backward_and_count_once():
-    model = TinyGPT()
-    _, opt = dedicated(model, options=REDUCING)
-    backward(model, 0)
-    for name, p in model.named_parameters():
-        is_matrix = ".up.weight" in name or ".down.weight" in name
-        assert (p.grad is None) == is_matrix, name
-    opt.step()
-    matrices = {n: v for n, v in weights(model).items() if ".up.weight" in n}
-    opt.step()  # without zero_grad: the others' gradients are still there
-    assert_bitwise(matrices, {n: weights(model)[n] for n in matrices})
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("broken on purpose")
-
-
-@FORMS
-def test_a_backward_that_raises_leaves_the_next_one_intact(form):
-    pair = Pair(**form)
-    model = pair.model
-    x = model.blocks[1](model.blocks[0](Fails.apply(model.embed(tokens()(0)))))
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        model.lm_head(model.norm(x)).sum().backward()
-    pair.opt.zero_grad()
-    pair.train(range(2))
-    pair.assert_same()
-
-
 # ---- reading weights ---------------------------------------------------------------------
-
-
-@FORMS
-def test_data_assigned_between_steps_is_followed(form):
-    pair = Pair(**form)
-    for step in range(4):
-        pair.train([step])
-        if step % 2:
-            pair.opt.synchronize()
-        for p in pair.model.parameters():
-            p.data = p.data.clone()
-    pair.model(tokens()(1))
-    pair.assert_same()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
