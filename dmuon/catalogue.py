@@ -20,15 +20,19 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import and_, eq
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dmuon.scheduler.json_files import cut, decode, parse, read_text
-from dmuon.types import Heads, PlanError, Splits
+from dmuon.scheduler.topology import layer_of
+from dmuon.types import Algorithm, Heads, PlanError, Splits, grouped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,14 +273,93 @@ def model_specs(
         PlanError: nothing has that name, a configuration is unreadable, or a function fails.
         DmuonError: the parameters cannot be routed (see `collect`).
     """
-    from dmuon.scheduler.select import collect
-    from dmuon.scheduler.specs import ITEM_SIZE
+    return stages_of(text, dtype, splits=splits, heads=heads)[0].specs
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one rank of a pipeline holds of a model. ``is_dense``: only other ranks have experts."""
+
+    rank: int
+    specs: ModelSpecs
+    is_dense: bool = False
+
+    @property
+    def key(self) -> str:
+        """Equal for stages that differ in nothing but names."""
+        held = [(*p.shape, p.dtype, p.algorithm) for p in self.specs.parameters + self.specs.frozen]
+        return str((held, [(m.parameter, m.start, m.shape, m.form) for m in self.specs.matrices]))
+
+    @property
+    def holds(self) -> list[str]:
+        """The names of its layers, and then of other modules."""
+        names = [p.name for p in self.specs.parameters + self.specs.frozen]
+        found = dict.fromkeys(layer_of(n) or n.rpartition(".")[0] or n for n in names)
+        return sorted(found, key=lambda name: not layer_of(name))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"stage": self.rank, "holds": self.holds, "matrices": len(self.specs.matrices)}
+
+
+def stages_of(
+    text: str, dtype: str | None = None, ranks: int = 1, parts: int = 1, *, is_v: bool = False,
+    splits: Splits | None = None, heads: Heads | None = None,
+) -> list[Stage]:  # fmt: skip
+    """Cut the layers of the model of `model_specs` into equal parts, ``parts`` for each rank of a
+    pipeline. Rank r has parts r, r + ranks, ..., or if ``is_v`` part r and the r-th from the end.
+    The first and the last part, with the embedding and the head, are the last to get a layer more.
+
+    Layers have a number in their names, and matrices. Any other parameter stays with the layer
+    before or after it that shares more of its name. A weight with names on several ranks, such as a
+    tied embedding, is on each of them. PlanError if there are too few layers."""
+    from dmuon.scheduler.select import Member, collect, trainable_parameters
+    from dmuon.scheduler.specs import ITEM_SIZE, canonical_name
 
     known = ", ".join(ITEM_SIZE)
     if dtype not in (None, *ITEM_SIZE):
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {known}")
-    specs = collect(_load(text, dtype), splits=splits, heads=heads, allow_meta=True)
-    for p in specs.parameters:
-        if p.dtype not in ITEM_SIZE:
-            raise PlanError(f"parameter {p.name!r} has dtype {p.dtype}, expected one of {known}")
-    return specs
+    model = _load(text, dtype)
+    routed = partial(collect, splits=splits, heads=heads, allow_meta=True)
+    specs = routed(model)
+    for spec in specs.parameters:
+        if spec.dtype not in ITEM_SIZE:
+            found = f"parameter {spec.name!r} has dtype {spec.dtype}"
+            raise PlanError(f"{found}, expected one of {known}")
+    if ranks * parts == 1:
+        return [Stage(0, specs)]
+    named = [(canonical_name(n), p) for n, p in model.named_parameters(remove_duplicate=False)]
+    trained = zip(specs.parameters, trainable_parameters(model), strict=True)
+    muon = {p for spec, (_, p) in trained if spec.algorithm is Algorithm.MUON}
+    layers = [*dict.fromkeys(layer_of(n) for n, p in named if p in muon and layer_of(n))]
+    each, more = divmod(len(layers), ranks * parts)
+    if not each:
+        raise PlanError(f"--pp {ranks}x{parts} needs as many layers, found {len(layers)} in {text}")
+    longer = [*range(1, ranks * parts - 1), 0][:more]
+    part_of = [n for n in range(ranks * parts) for _ in range(each + (n in longer))]
+    rank_of = [2 * ranks - 1 - n if is_v and n >= ranks else n % ranks for n in part_of]
+    near = _nearest([name for name, _ in named], layers)
+    uses, made = Counter(p for _, p in named), []
+    for rank in range(ranks):
+        here = grouped((p, name) for name, p in named if rank_of[near[name]] == rank)
+        members = [Member(names[0], p, model=model) for p, names in here.items()]
+        own, parameters = routed(members, partial=True), []
+        for spec, p in zip(own.parameters, (p for p in here if p.requires_grad), strict=True):
+            table, tied, _ = spec.reason.partition(", tied to")
+            if tied and len(here[p]) < uses[p]:  # here is the table alone, or the head
+                spec = replace(spec, reason=f"tied to {table}" if rank == rank_of[-1] else table)
+            parameters.append(spec)
+        frozen = tuple(p for p in specs.frozen if rank_of[near[p.name]] == rank)
+        made.append(replace(own, parameters=tuple(parameters), frozen=frozen))
+    dense = [not any(m.form.is_stack for m in own.matrices) for own in made]
+    return [Stage(r, own, dense[r] and not all(dense)) for r, own in enumerate(made)]
+
+
+def _nearest(names: Sequence[str], layers: Sequence[str]) -> dict[str, int]:
+    """Return the number of the layer that each parameter belongs to, or stays with."""
+    index, found, at = {layer: i for i, layer in enumerate(layers)}, dict[str, int](), -1
+    for name in names:
+        at = index.get(layer_of(name), at)
+        around = {i: layers[i].split(".") for i in (at, at + 1) if 0 <= i < len(layers)}
+        path = name.split(".")
+        found[name] = max(around, key=lambda i: sum(accumulate(map(eq, path, around[i]), and_)))
+    return found

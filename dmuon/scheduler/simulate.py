@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any, NamedTuple
 
@@ -332,7 +332,8 @@ class Load:
     """A rank's work in a step: ``tokens``, in sequences of ``sequence``; ``recompute``: forward
     runs again in backward (activation checkpointing). ``active`` experts see each token. ``tp``
     ranks share each matrix, ``ep`` ranks each stack of experts. ``used`` and ``reduced`` are bytes
-    of an element of gathered weights, and of reduced gradients (0: the parameter's)."""
+    of an element of gathered weights, and of reduced gradients (0: the parameter's). ``width`` is
+    that of activations (0: of the first embedding)."""
 
     tokens: int
     sequence: int
@@ -342,6 +343,7 @@ class Load:
     ep: int = 1
     used: int = 0
     reduced: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +395,10 @@ def blocks_of(specs: ModelSpecs, load: Load) -> list[Block]:
         layer = layer_of(p.name)
         own = _of_weight(p, load, is_used, i in stacks, i >= len(specs.parameters))
         found[layer] = found.get(layer, Block(layer)) + own
-    if not tables:
+    first = (tables or specs.parameters)[0]
+    if not (width := load.width or (first.shape[-1] if tables else 0)):
         return [*found.values()]
-    width = tables[0].shape[-1]
-    activations = float(load.tokens * width * (load.used or ITEM_SIZE.get(tables[0].dtype, 2)))
+    activations = float(load.tokens * width * (load.used or ITEM_SIZE.get(first.dtype, 2)))
     # The width of all heads: inputs of the projection back to the residual stream, if there is one.
     inside = [p for p in specs.parameters if "att" in p.name.lower() and len(p.shape) > 1]
     attending = {layer_of(p.name): width for p in inside}
@@ -812,22 +814,23 @@ def redundant_step(run: Run, job: Job, model: Model) -> None:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A training step: ``ms`` in all, ``optimizer_ms`` in the optimizer; its spans are those of
-    ``run`` from ``since`` on."""
+    ``run`` from ``since`` on. ``waits``: milliseconds for other stages of a pipeline, by kind."""
 
     ms: float
     optimizer_ms: float
     run: Run
     since: float
+    waits: dict[str, float] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of the slowest rank by kind of work, and by kind of wait."""
-        return self.run.parts(self.since)
+        return self.run.parts(self.since) | self.waits
 
     @property
     def critical_path(self) -> dict[str, float]:
         """Milliseconds by kind along the chain of spans that waited for each other."""
-        return self.run.critical_path(self.since)
+        return self.run.critical_path(self.since) | self.waits
 
 
 def link_ms(job: Job) -> float:
@@ -866,3 +869,21 @@ def simulate(job: Job, program: Program | None = None) -> Step:
         (program or own_step(job))(run, job, model)
     end = float(run.now.max())
     return Step(end - since, end - begin, run, since)
+
+
+def pipelined(steps: Sequence[Step], microbatches: int, share: float, sent_ms: float) -> Step:
+    """Return the step of the stage that is slowest up to its optimizer, with its waits for others.
+
+    The bubble is ``share`` of a microbatch of each other stage: 1 with 1F1B, 1 / v with v parts on
+    each rank (Narayanan et al. 2021, section 2.2), and less if gradients of weights fill it (Qi et
+    al. 2023, section 2). ``sent_ms`` is one transfer of activations, which delays filling and
+    draining. All stages begin their optimizers together, as after clipping."""
+    alone = [step.ms - step.optimizer_ms for step in steps]
+    step, most = steps[alone.index(max(alone))], max(step.optimizer_ms for step in steps)
+    waits = {
+        "bubble": share * (sum(alone) - max(alone)) / microbatches,
+        "activations between stages": 2 * (len(steps) - 1) * sent_ms,
+        "wait for the slowest optimizer": most - step.optimizer_ms,
+    }
+    waits = {kind: ms for kind, ms in waits.items() if ms > 1e-9}
+    return replace(step, ms=step.ms + sum(waits.values()), optimizer_ms=most, waits=waits)

@@ -14,7 +14,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from dmuon.scheduler.topology import MAX_RANKS
 from dmuon.types import Layout, PlanError
 
 if TYPE_CHECKING:  # functions import these when they plan: --help does not load torch
+    from dmuon.catalogue import Stage
     from dmuon.report.data import LoadBalanceReport
     from dmuon.scheduler.costs import CostTable
     from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # functions import these when they plan: --help does not load
 COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
+# Pipeline schedules, by torch's names: parts of the model on a rank, 0 for any number.
+SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 0, "InterleavedZeroBubble": 0, "ZBVZeroBubble": 2}
 _KINDS, _LOOKED_AT = 16, 100_000  # ranks checked for the most memory; the same times matrices
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
@@ -83,6 +86,10 @@ def add_planning(parser: argparse.ArgumentParser) -> Any:
     add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
     most = "most optimizer state on one owner, such as 80GiB"
     add("--memory", type=memory_bytes, metavar="SIZE", help=most)
+    stages = "ranks of pipeline parallelism, each with a --mesh of its own; 4x2: two parts on each"
+    add("--pp", type=pipeline_shape, metavar="P[xV]", help=stages)
+    schedule = "of the pipeline, by torch's name (default: 1F1B, for several parts Interleaved1F1B)"
+    add("--schedule", choices=SCHEDULES, help=schedule)
 
     add = parser.add_argument_group("planning").add_argument
     table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
@@ -109,6 +116,17 @@ def mesh_shape(text: str) -> tuple[int, ...]:
     if not 1 <= (world := math.prod(shape)) <= MAX_RANKS:
         raise ArgumentTypeError(f"{text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
     return shape
+
+
+def pipeline_shape(text: str) -> tuple[int, int]:
+    """
+    >>> pipeline_shape("4"), pipeline_shape("4x2")
+    ((4, 1), (4, 2))
+    """
+    ranks, parts, *more = (*mesh_shape(text), 1)
+    if len(more) > 1:
+        raise ArgumentTypeError(f"{text!r} is no pipeline: give ranks, or ranks x parts, 4x2")
+    return ranks, parts
 
 
 def memory_bytes(text: str) -> int:
@@ -141,9 +159,26 @@ def _heads(text: str) -> tuple[str, int]:
     return pattern, counts[0]
 
 
-def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
-    """Return a function from a solver's name to the requested plan; the shard map; the prices."""
-    from dmuon.catalogue import model_specs
+def staged(args: argparse.Namespace) -> list[Stage]:
+    """Return the stages of --pp, one per rank; without it the whole model is one."""
+    from dmuon.catalogue import stages_of
+
+    if args.mesh is None:
+        raise PlanError("--model needs --mesh, such as --mesh 4x8")
+    ranks, parts = args.pp or (1, 1)
+    needed = SCHEDULES.get(args.schedule, 0) or parts
+    if args.schedule and (not args.pp or parts != needed):
+        fit = f"{ranks if args.pp else 4}x{needed}"
+        raise PlanError(f"--schedule {args.schedule} needs {needed} parts a rank, as in --pp {fit}")
+    cuts = {"splits": dict(args.splits), "heads": dict(args.heads)}
+    is_v = args.schedule == "ZBVZeroBubble"
+    return stages_of(args.model, args.dtype, ranks, parts, is_v=is_v, **cuts)
+
+
+def planner(
+    args: argparse.Namespace, stage: Stage
+) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
+    """Return a function from a solver's name to a stage's plan; the shard map; the prices."""
     from dmuon.config import PlannerOptions, ShardedOptions
     from dmuon.devices import GPU
     from dmuon.scheduler.costs import resolve_costs
@@ -151,8 +186,6 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     from dmuon.scheduler.shards import evenly_sharded
     from dmuon.scheduler.topology import Topology
 
-    if args.mesh is None:
-        raise PlanError("--model needs --mesh, such as --mesh 4x8")
     shape, layout = args.mesh, Layout(args.layout)
     if args.ep > 1 and layout is not Layout.SHARDED:
         raise PlanError("--ep is for --layout sharded: drop one of the two")
@@ -178,10 +211,9 @@ def planner(args: argparse.Namespace) -> tuple[Callable[[str], OwnershipPlan], S
     options = PlannerOptions(**{k: v for k, v in given.items() if v is not None})
     costs = resolve_costs(args.costs, device_type, momentum=layout.keeps_state_at_owners)
     costs = costs if args.nic is None else costs.on_network(args.nic, ranks_per_node)
-    specs = model_specs(args.model, args.dtype, splits=dict(args.splits), heads=dict(args.heads))
-    is_cut = layout is Layout.SHARDED
-    tp = getattr(args, "tp", 1) if is_cut else 1
-    shards = evenly_sharded(specs, topology, args.ep, tp, whole=not is_cut)
+    specs, is_cut = stage.specs, layout is Layout.SHARDED
+    tp, ep = getattr(args, "tp", 1) if is_cut else 1, 1 if stage.is_dense else args.ep
+    shards = evenly_sharded(specs, topology, ep, tp, whole=not is_cut)
     # If owners keep momentum, any rank may own any matrix.
     limits = None if layout.keeps_state_at_owners else shards.limits(args.memory)
 
@@ -276,11 +308,10 @@ def _pipeline_bytes(plan: OwnershipPlan, units: Sequence[Unit], shards: ShardMap
     return sum(made.nbytes.values()) + like.itemsize * sum(operands)
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace, stage: Stage) -> LoadBalanceReport:
     from dmuon.report.data import LoadBalanceReport
-    from dmuon.report.render import printed
 
-    planned, shards, _ = planner(args)
+    planned, shards, _ = planner(args, stage)
     plan = planned(args.solver or "auto")
     owned = Counter[int]()
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
@@ -291,13 +322,59 @@ def _plan(args: argparse.Namespace) -> int:
     kept = [memory_of(plan, shards, kinds[k]) for k in sorted(kinds, reverse=True)[:most]]
     memory = tuple(max(kept, key=lambda found: sum(found.values())).items())
     source = PRESETS.get(args.model.lower(), {}).get("source", "")
-    report = LoadBalanceReport(plan, model=args.model, source=source, memory=memory)
-    show(lambda: printed(report, plain=False), report.to_dict, args.json)
+    name = args.model + f", stage {stage.rank}" * (args.pp is not None)
+    return LoadBalanceReport(plan, model=name, source=source, memory=memory)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Plan every stage; print the report of the slowest one, below a table of all of a pipeline."""
+    from dmuon.report.render import bytes_text, ms_text, percent, printed
+
+    stages = staged(args)
+    reports = each_once(stages, partial(_report, args))
+    slowest = max(reports, key=lambda report: report.makespan_ms)  # the first one of equal ones
+    shown, numbers, top = [slowest], slowest.to_dict(), slowest.makespan_ms
+    if args.pp is not None:
+        kept = "makespan_ms", "lower_bound_ms", "gap", "imbalance", "memory"
+        both = zip(stages, (report.to_dict() for report in reports), strict=True)
+        numbers["stages"] = rows = [s.to_dict() | {key: r[key] for key in kept} for s, r in both]
+        less = 1 - min(row["makespan_ms"] for row in rows) / top if top else 0.0
+        cells = {
+            "makespan ms": lambda row: ms_text(row["makespan_ms"], top),
+            "imbalance": lambda row: percent(row["imbalance"]),
+            "state per rank": lambda row: bytes_text(row["memory"]["max"]),
+            "all memory": lambda row: bytes_text(sum(row["memory"]["fullest_rank"].values())),
+        }
+        told = f"All stages wait for the slowest one, stage {reports.index(slowest)}, in the next "
+        told += f"iteration. The fastest takes {percent(less, '.1%')} less."
+        shown = [f"{args.model}: each stage on a mesh of its own", stage_table(rows, cells), told]
+        shown += ["", slowest]
+    show(lambda: printed(*shown, plain=False), lambda: numbers, args.json)
     if args.save is not None:
-        wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
+        wrote(args.save, lambda: write_text(args.save, slowest.plan.to_json() + "\n"))
     if args.html is not None:
-        wrote(args.html, lambda: report.to_html(args.html))
+        wrote(args.html, lambda: slowest.to_html(args.html))
     return 0
+
+
+def each_once(stages: Sequence[Stage], make: Callable[[Stage], Any]) -> list[Any]:
+    """Return what ``make`` returns for each stage, called once for equal ones."""
+    found = {key: make(stage) for key, stage in {s.key: s for s in reversed(stages)}.items()}
+    return [found[stage.key] for stage in stages]
+
+
+def stage_table(
+    rows: Sequence[dict[str, Any]], cells: Mapping[str, Callable[[dict[str, Any]], str]]
+) -> Any:
+    """Return a table of a pipeline's stages, with more cells by heading."""
+    from dmuon.report.render import fold_names, grid
+
+    table = grid(["stage", "holds", "matrices", *cells], ("holds",), overflow="fold")
+    for row in rows:
+        holds = "\n".join(name for name, _ in fold_names(row["holds"]))
+        more = (cell(row) for cell in cells.values())
+        table.add_row(str(row["stage"]), holds, f"{row['matrices']:,}", *more)
+    return table
 
 
 def show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
@@ -340,7 +417,7 @@ def check_writable(path: str) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from dmuon.report.data import build_report, title
 
-    planned, *_ = planner(args)
+    planned, *_ = planner(args, staged(args)[0])
     reports: dict[str, LoadBalanceReport | None] = dict.fromkeys(COMPARED)
     notes = []
     for solver in COMPARED:
@@ -413,7 +490,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, compare or verify; return 1 if a certificate does not hold."""
-    names = ("mesh", "solver", "json", "html", "save")
+    names = ("mesh", "pp", "schedule", "solver", "json", "html", "save")
     given = [f"--{name}" for name in names if getattr(args, name) is not None]
     given += ["--compare"] * args.compare
     if args.verify is not None and given:
@@ -421,6 +498,9 @@ def run(args: argparse.Namespace) -> int:
     single = ", ".join(name for name in given if name in ("--solver", "--html", "--save"))
     if args.compare and single:
         raise PlanError(f"--compare makes several plans: drop it, or drop {single}")
+    several = [name for name in given if name in ("--html", "--save", "--compare")]
+    if args.pp and several:
+        raise PlanError(f"--pp makes a plan per stage: drop it, or drop {', '.join(several)}")
     for path in (args.json, args.html, args.save):
         if path not in (None, "-"):
             check_writable(path)

@@ -11,8 +11,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from dmuon.catalogue import Stage
 from dmuon.config import ShardedOptions
 from dmuon.report.render import grid, percent, printed
 from dmuon.scheduler import simulate as sim
@@ -24,11 +26,14 @@ from dmuon.tools.plan import (
     LAYOUTS,
     add_planning,
     check_writable,
+    each_once,
     memory_bytes,
     memory_of,
     planner,
     positive,
     show,
+    stage_table,
+    staged,
     wrote,
 )  # fmt: skip
 from dmuon.types import Layout, PlanError
@@ -41,18 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_planning(parser)
     count, dtypes = positive(int), tuple(ITEM_SIZE)
     add = parser.add_argument_group("the step").add_argument
-    add("--tokens", type=count, default=8192, metavar="N", help="of a rank (default: %(default)s)")
-    add("--sequence", type=count, default=4096, metavar="N", help="length (default: %(default)s)")
+    for name, default, told in (
+        ("tokens", None, "tokens of a rank (default: 8192, or with --pp two sequences a stage)"),
+        ("sequence", 4096, "tokens of a sequence (default: %(default)s)"),
+        ("microbatches", None, "parts of a step in a pipeline (default: a sequence each)"),
+        ("active", 0, "experts that see each token"),
+        ("tp", 1, "ranks of tensor parallelism, the innermost ones"),
+    ):
+        add(f"--{name}", type=count, default=default, metavar="N", help=told)
     add("--recompute", action="store_true", help="activation checkpointing: forward in backward")
-    add("--active", type=count, default=0, metavar="N", help="experts that see each token")
-    add("--tp", type=count, default=1, metavar="N", help="ranks of tensor parallelism, innermost")
-    used = "of weights where FSDP2 gathers them (default: the parameters')"
+    used = "dtype of weights where FSDP2 gathers them (default: the parameters')"
     add("--param-dtype", choices=dtypes, help=used)
-    add("--reduce-dtype", choices=dtypes, help="of gradients (default: as --param-dtype)")
-    add("--period", type=period, default=1.0, metavar="P", help="of MuonBP; inf: block steps alone")
-    add("--bucket", type=memory_bytes, metavar="SIZE", help="bucket_bytes of the layout")
+    reduced = "dtype in which gradients are reduced (default: that of --param-dtype)"
+    add("--reduce-dtype", choices=dtypes, help=reduced)
+    every = "period of MuonBP: a full step every P steps, inf for none (default: 1, plain Muon)"
+    add("--period", type=period, default=1.0, metavar="P", help=every)
+    add("--bucket", type=memory_bytes, metavar="SIZE", help="size of the layout's buckets")
     add("--clip", dest="clips", action="store_true", help="gradients are clipped by their norm")
-    one_way = "GB/s one way inside a node, reached (default: the device's)"
+    one_way = "GB/s that a GPU reaches one way inside its node (default: the device's)"
     add("--nvlink", type=positive(float), metavar="RATE", help=one_way)
     add = parser.add_argument_group("output").add_argument
     naive = "naive: each rank gathers and orthogonalizes everything (default: %(default)s)"
@@ -84,12 +95,32 @@ class Setting:
     memory: int
     steps: Mapping[str, sim.Step]
     code: str = ""  # see `_code`
+    stages: Sequence[tuple[Stage, Setting]] = ()  # of a pipeline
 
     @classmethod
     def of(cls, args: argparse.Namespace, **changed: Any) -> Setting:
         """Simulate the setting of the command line, with some options ``changed``."""
         given = argparse.Namespace(**{**vars(args), **changed})
-        planned, shards, costs = planner(given)
+        stages = staged(given)
+        every = [p for stage in stages for p in stage.specs.parameters]
+        width = next((p.shape[-1] for p in every if p.reason.startswith("embedding")), 0)
+        each: list[Setting] = each_once(stages, lambda stage: cls._of_stage(given, stage, width))
+        if not given.pp:
+            return each[0]
+        job, world = each[0].job, math.prod(given.mesh)
+        near = (given.ranks_per_node or given.mesh[-1]) >= world * len(stages)
+        sent = float(given.tokens // given.microbatches * width * (job.load.used or job.work.item))
+        hop = sim.Exchange("activations", 1, not near, sent * near, sent * (not near), sent)
+        share = 1 / given.pp[1]
+        if "Zero" in given.schedule:  # of forward and both backwards, that of weights fills it
+            share *= (1 + given.recompute) / (3 + given.recompute)
+        how = given.microbatches, share, job.machine.ms(hop)
+        steps = {n: sim.pipelined([one.steps[n] for one in each], *how) for n in each[0].steps}
+        return replace(each[0], steps=steps, stages=tuple(zip(stages, each, strict=True)))
+
+    @classmethod
+    def _of_stage(cls, given: argparse.Namespace, stage: Stage, width: int) -> Setting:
+        planned, shards, costs = planner(given, stage)
         plan = planned(given.solver or "auto")
         is_cut = plan.layout is Layout.SHARDED
         limited = {"--period": given.period > 1, "--tp": given.tp > 1} if not is_cut else {}
@@ -100,11 +131,12 @@ class Setting:
         machine = sim.Machine.of(costs, plan.topology)
         if given.nvlink is not None:
             machine = replace(machine, inside=1e9 * given.nvlink)
-        sizes = [ITEM_SIZE.get(dtype, 0) for dtype in (given.param_dtype, given.reduce_dtype)]
-        parts = given.recompute, given.active, given.tp, given.ep
+        used, reduced = (ITEM_SIZE.get(d, 0) for d in (given.param_dtype, given.reduce_dtype))
+        active, ep = (0, 1) if stage.is_dense else (given.active, given.ep)
+        how = given.tokens, given.sequence, given.recompute, active, given.tp, ep
         # FSDP2 reduces gradients in the dtype of its products, other wrappers in the parameters'.
-        of_fsdp = sim.Load(given.tokens, given.sequence, *parts, sizes[0], sizes[1] or sizes[0])
-        load = of_fsdp if is_cut else replace(of_fsdp, reduced=sizes[1])
+        of_fsdp = sim.Load(*how, used, reduced or used, width)
+        load = of_fsdp if is_cut else replace(of_fsdp, reduced=reduced)
         options = None if given.bucket is None else ShardedOptions(bucket_bytes=given.bucket)
         job = job_of(plan, shards, costs, machine, load, options, clips=given.clips)
         kept = sum(memory_of(plan, shards, 0).values()) if given.advise else 0
@@ -150,6 +182,7 @@ class Setting:
                 }
                 for name, step in self.steps.items()
             },
+            "stages": [stage.to_dict() | one.to_dict() for stage, one in self.stages],
         }  # fmt: skip
 
 
@@ -176,6 +209,7 @@ def _code(given: argparse.Namespace, around: Layout, topology: Topology) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, and print or write the results."""
+    _fill(args)
     if args.trace == "-":
         raise PlanError("--trace is a file: give a path, not -")
     for path in (args.json, args.trace):
@@ -186,13 +220,36 @@ def run(args: argparse.Namespace) -> int:
 
     def found() -> dict[str, Any]:
         rows = [one.to_dict() | {"why": why} for one, why in advice]
-        return {"model": args.model, **setting.to_dict()} | ({"advice": rows} if rows else {})
+        more: dict[str, Any] = {"advice": rows} if rows else {}
+        if args.pp:
+            more = {"schedule": args.schedule, "microbatches": args.microbatches}
+        return {"model": args.model, **setting.to_dict()} | more
 
     show(lambda: _text(args, setting, advice), found, args.json)
     if args.trace is not None:
         muon = [*setting.steps.values()][1]
         wrote(args.trace, lambda: write_text(args.trace, json.dumps(trace(muon))))
     return 0
+
+
+def _fill(args: argparse.Namespace) -> None:
+    """Replace absent options of a pipeline by defaults; PlanError if they do not fit together."""
+    ranks, parts = args.pp or (1, 1)
+    if args.pp and args.advise:
+        raise PlanError("--advise compares layouts of a whole model: drop it, or drop --pp")
+    if args.microbatches and not args.pp:
+        raise PlanError("--microbatches are those of a pipeline: add --pp, such as --pp 4")
+    args.tokens = args.tokens or (8192 if ranks == 1 else 2 * ranks * args.sequence)
+    of_length = 1 if ranks == 1 else max(1, args.tokens // args.sequence)
+    count = args.microbatches = args.microbatches or of_length
+    if args.pp:
+        args.schedule = args.schedule or ("1F1B" if parts == 1 else "Interleaved1F1B")
+    # As in torch: a round has at least as many microbatches as ranks.
+    if args.tokens % count or count < ranks or count % (count // ranks):
+        raise PlanError(
+            f"{args.tokens} tokens in {count} microbatches do not fit {ranks} stages: pass "
+            f"--tokens {2 * ranks * args.sequence} and --microbatches {2 * ranks}"
+        )
 
 
 def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Setting, str]]) -> str:
@@ -218,13 +275,20 @@ def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Set
         f"{'more' if setting.over >= 1 else 'less'} than {args.against}",
         f"critical path of {name}, ms: {', '.join(chain)}",
     ]
+    if args.pp:
+        shown_of = {f"{n}, ms": partial(_ms_text, n, "ms") for n in steps}
+        shown_of["optimizer, ms"] = partial(_ms_text, name, "optimizer_ms")
+        bubble = percent(muon.waits.get("bubble", 0.0) / muon.ms, ".1%")
+        each = f"{args.microbatches} microbatches of {args.tokens // args.microbatches:,} tokens"
+        told = f"{args.schedule}, {each}: a bubble of {bubble}"
+        shown += ["", stage_table(setting.to_dict()["stages"], shown_of), told]
     if advice:
         other = f"{args.against} there, ms"
         rows = grid(["setting", "ms", other, "over it", "GiB per rank"], ("setting",))
         for n, (one, _) in enumerate(advice):
-            told = f"{one.ms:,.1f}", f"{one.ms / one.over:,.1f}", percent(one.over - 1, "+.1%")
+            times = f"{one.ms:,.1f}", f"{one.ms / one.over:,.1f}", percent(one.over - 1, "+.1%")
             style = "" if n else "bold green"
-            rows.add_row(one.name, *told, f"{one.memory / 2**30:.1f}", style=style)
+            rows.add_row(one.name, *times, f"{one.memory / 2**30:.1f}", style=style)
         best = advice[0][0]
         code = best.code + (f", period={best.period:g})" if best.period > 1 else ")")
         changes = " (block steps are not Muon's: see the losses)" * (best.period > 1)
@@ -232,6 +296,10 @@ def _text(args: argparse.Namespace, setting: Setting, advice: Sequence[tuple[Set
         last = f"With costs {args.costs} the fastest is {best.name}{changes}{beside}:"
         shown += ["", rows, *(f"{one.name}: {why}" for one, why in advice), _LOSS, last, code]
     return printed(*shown, plain=False)
+
+
+def _ms_text(name: str, key: str, stage: Mapping[str, Any]) -> str:
+    return f"{stage['steps'][name][key]:,.1f}"
 
 
 # ---- advice ------------------------------------------------------------------------------

@@ -182,6 +182,26 @@ def test_a_memory_cap_is_kept_or_refused(capsys):
     assert status == 2 and "or raise --memory" in err and "owner_memory" not in err
 
 
+def test_a_pipeline_plans_equal_stages_once_and_shows_the_slowest(capsys, monkeypatch):
+    plans = []
+
+    def made(*how, **more):
+        plans.append(planned(*how, **more))
+        return plans[-1]
+
+    monkeypatch.setattr("dmuon.scheduler.network.planned", made)
+    data = json.loads(succeed(capsys, *SMALL, "--pp", "5", "--json", "-"))
+    rows = data["stages"]
+    assert len(plans) == 4 and [row["matrices"] for row in rows] == [8, 12, 12, 8, 8]
+    assert {row["makespan_ms"] for row in rows} == {plan.makespan_ms for plan in plans}
+    slowest = max(rows, key=lambda row: row["makespan_ms"])
+    assert (data["model"], slowest["stage"]) == ("gpt2, stage 1", 1)
+    assert data.items() >= {key: slowest[key] for key in slowest.keys() & data.keys()}.items()
+    alone, one = (json.loads(succeed(capsys, *SMALL, *more, "--json", "-"))
+                  for more in ([], ["--pp", "1"]))  # fmt: skip
+    assert data.keys() - alone.keys() == {"stages"} and one["fingerprint"] == alone["fingerprint"]
+
+
 # ---- several solvers ---------------------------------------------------------------------
 
 COMPARE = ["plan", "--model", "qwen2.5-0.5b", "--mesh", "2x4", "--compare", "--time-limit", "1"]
@@ -287,6 +307,15 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         ([*GPT2, "--layout", "auto"], "invalid choice: 'auto'"),
         ([*GPT2, "--layout", "replicated", "--ep", "2"], "--ep is for --layout sharded"),
         ([*GPT2, "--ep", "2"], "found no stack"),
+        ([*GPT2, "--pp", "2", "--ep", "2"], "found no stack"),
+        ([*GPT2, "--pp", "13"], "--pp 13x1 needs as many layers, found 12 in gpt2"),
+        ([*GPT2, "--pp", "2x2x2"], "no pipeline"),
+        ([*GPT2, "--pp", "0"], "--pp"),
+        ([*GPT2, "--pp", "4", "--save", "p", "--compare"], "drop --save"),
+        ([*GPT2, "--pp", "4", "--compare"], "--pp makes a plan per stage: drop it, or drop --comp"),
+        ([*GPT2, "--schedule", "1F1B"], "needs 1 parts a rank, as in --pp 4x1"),
+        ([*GPT2, "--pp", "2x2", "--schedule", "1F1B"], "as in --pp 2x1"),
+        ([*GPT2, "--pp", "2", "--schedule", "ZBVZeroBubble"], "as in --pp 2x2"),
         (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "3"], "found stacks of [128] items"),
         (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "16"], "on 24 ranks that shard"),
     ],
@@ -368,9 +397,12 @@ def quotes() -> dict[str, dict[str, str]]:
     loads = json.loads(printed_by(*figure, "--json", "-"))["ranks"]
     table = printed_by("--model", "qwen2.5-7b", "--mesh", "4x8", "--compare")
     table = table[table.index(" solver ") : table.rindex("optimal") + len("optimal")]
+    stages = printed_by("--model", "llama3.2-3b", "--mesh", "8", "--pp", "3")
+    stages = stages[stages.index(" stage ") : stages.index(" less.") + len(" less.")]
     return {
         "docs/plan-command.md": {
             r"(?<=```text\n) solver [^`]*(?=\n```)": table,
+            r"(?<=```text\n) stage [^`]*(?=\n```)": stages,
             r"[\d.]+ ms(?= at worst)": in_turn,
             r"(?<=even with dmuon's plan, )[\d.]+ ms": best,
             r"(?<=every rank would need )[\d,]+ ms": f"{sum(r['ms'] for r in loads):,.0f} ms",

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from dmuon.catalogue import PRESETS, dtype_of, model_specs
+from dmuon.catalogue import PRESETS, dtype_of, model_specs, stages_of
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, PlanError, SelectionError
 
@@ -214,8 +215,57 @@ def test_options_reach_the_specs():
 
 def row(name: str) -> str:
     """Of the table of presets in the documentation."""
-    specs, source = planned(name), PRESETS[name]["source"]
-    return f"| `{name}` | {total(specs) / 1e9:,.3f} B | {len(specs.matrices):,} | {source} |"
+    specs = planned(name)
+    return f"| `{name}` | {total(specs) / 1e9:,.3f} B | {len(specs.matrices):,} |"
+
+
+# ---- pipeline stages ---------------------------------------------------------------------
+
+TABLE, HEAD = (0, "embed_tokens", False), "lm_head"
+
+
+@pytest.mark.parametrize(("name", "how", "layers", "tables"), [
+    ("llama3-8b", (4, 1), [range(8), range(8, 16), range(16, 24), range(24, 32)],
+     [TABLE, (3, HEAD, False)]),
+    ("qwen2.5-3b", (5, 1), [range(7), range(7, 15), range(15, 22), range(22, 29), range(29, 36)],
+     [TABLE, (4, HEAD, True)]),
+    ("llama3.2-1b", (2, 2), [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]],
+     [TABLE, (1, HEAD, True)]),
+    ("llama3.2-1b", (2, 2, True), [[*range(4), *range(12, 16)], range(4, 12)],
+     [(0, "embed_tokens", True)]),
+])  # fmt: skip
+def test_stages_share_out_layers_in_order_and_tables_at_the_ends(name, how, layers, tables):
+    stages = stages_of(name, None, *how[:2], is_v=len(how) > 2)
+    names, found = [m.name for m in planned(name).matrices], []
+    assert sorted(m.name for s in stages for m in s.specs.matrices) == sorted(names)
+    for stage, numbers in zip(stages, layers, strict=True):
+        own = [m.name for m in stage.specs.matrices]
+        assert own == sorted(own, key=names.index)
+        assert own == [stage.specs.parameters[m.parameter].name for m in stage.specs.matrices]
+        assert {int(n.split(".")[2]) for n in own} == {*numbers}
+        of = [(p.name.split(".")[-2], p.reason) for p in stage.specs.parameters]
+        found += [(stage.rank, n, "tied to" in why) for n, why in of if "embedding" in why]
+    assert found == tables
+
+
+def two_stacks() -> torch.nn.Module:
+    """A decoder with experts and its own table, which is tied to that of the encoder."""
+    model = torch.nn.ModuleDict()
+    for part in ("encoder", "decoder"):
+        blocks = torch.nn.ModuleList(torch.nn.MultiheadAttention(4, 1) for _ in "ab")
+        model[part] = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "block": blocks})
+        model[part]["norm"] = torch.nn.LayerNorm(4)
+    model["decoder"]["embed"].weight = model["encoder"]["embed"].weight
+    blocks[0].experts = torch.nn.Module()
+    blocks[0].experts.up_proj = torch.nn.Parameter(torch.empty(2, 4, 4))
+    return model
+
+
+def test_a_stack_keeps_what_is_beside_it():
+    text = f"{__name__}:two_stacks"
+    for stage, part in zip(stages_of(text, None, 2), ("encoder", "decoder"), strict=True):
+        assert stage.holds == [f"{part}.{n}" for n in ("block.0", "block.1", "embed", "norm")]
+        assert stage.is_dense is (part == "encoder")
 
 
 if __name__ == "__main__":

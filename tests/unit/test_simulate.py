@@ -324,6 +324,42 @@ def test_the_command(capsys, tmp_path):
     assert end == pytest.approx(1e3 * steps["full step"]["ms"], rel=0.01)
 
 
+def simulated(capsys, *more: str) -> dict:
+    assert main([*ASKED, "--json", "-", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_pipeline_of_one_stage_is_no_pipeline(capsys):
+    alone, one = simulated(capsys), simulated(capsys, "--pp", "1")
+    assert len(one["stages"]) == 1 and one.pop("stages")[0].items() >= {"stage": 0}.items()
+    assert alone | {"schedule": "1F1B", "microbatches": 1} == one | {"stages": []}
+
+
+@pytest.mark.parametrize(("how", "share"), [
+    ("--pp 4", 1), ("--pp 4x3", 1 / 3), ("--pp 4 --schedule InterleavedZeroBubble", 1 / 3),
+    ("--pp 4x2 --schedule ZBVZeroBubble --recompute", 1 / 4),
+])  # fmt: skip
+def test_the_bubble_of_a_pipeline(capsys, how, share):
+    """Of 4 ranks and 8 microbatches of a sequence, by the formulas that the page cites."""
+    of = simulated(capsys, "--tokens", "32768", "--period", "5", *how.split())
+    assert (of["microbatches"], len(of["stages"])) == (8, 4)
+    for name, step in of["steps"].items():
+        each = [stage["steps"][name] for stage in of["stages"]]
+        alone, optimizer = [s["ms"] - s["optimizer_ms"] for s in each], step["optimizer_ms"]
+        bubble = share * (sum(alone) - max(alone)) / 8
+        assert step["parts_ms"]["bubble"] == pytest.approx(bubble)
+        assert optimizer == max(s["optimizer_ms"] for s in each)
+        sent = step["parts_ms"]["activations between stages"]
+        across = Machine.of(H100, Topology((2, 4), ("node", "gpu"), 4, "cuda")).across
+        assert sent == pytest.approx(6e3 * (4096 * 768 * 2 / across + 22.4e-6))
+        assert step["ms"] == pytest.approx(max(alone) + bubble + sent + optimizer)
+        assert sum(step["parts_ms"].values()) == pytest.approx(step["ms"])
+    # Without a table of its own, too, a stage attends; a tied head computes once.
+    each = [stage["steps"]["adamw"]["parts_ms"]["forward"] for stage in of["stages"]]
+    whole = simulated(capsys, "--tokens", "32768")["steps"]["adamw"]["parts_ms"]
+    assert sum(each) == pytest.approx(whole["forward"], rel=1e-3)
+
+
 def test_advised_code_asks_for_what_was_simulated(capsys, monkeypatch):
     """Options that a layout does not know are not in its code."""
     kept: list = []
@@ -397,6 +433,11 @@ def test_advice(capsys, monkeypatch):
     ("--trace /nowhere/x.json", "no directory"),
     ("--active 8", "no stack of experts"),
     ("--tp 3", "needs ranks that it divides"),
+    ("--pp 4 --tokens 8192", "pass --tokens 32768 and --microbatches 8"),
+    ("--pp 2 --microbatches 3", "2048 tokens in 3 microbatches"),
+    ("--pp 2 --active 8 --tokens 8192", "no stack of experts"),
+    ("--microbatches 2", "add --pp"),
+    ("--pp 2 --advise", "drop --pp"),
 ])  # fmt: skip
 def test_mistakes(more, told, capsys):
     assert main([*ASKED, *more.split()]) == 2
