@@ -1,7 +1,8 @@
-"""Real text that every machine has: the source files of the Python standard library, as bytes.
+"""Real text that every machine has: the source files of the Python standard library, and Python's
+manual in English, as bytes.
 
-Nothing is downloaded. Text is split by file, so that training sees no validation text. A hash of
-the file's name decides, so that every rank and every run agree.
+Nothing is downloaded. Text is split by file, the manual by paragraph, so that training sees no
+validation text. A hash decides, so that every rank and every run agree.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ VOCABULARY = 256  # one token per byte
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
+MANUAL = "pydoc_data/topics.py"
 VALIDATION_PERCENT = 5
 FILE_SEPARATOR = b"\n\0\n"
 
@@ -69,12 +72,15 @@ class Text:
         ]
 
 
-def load_standard_library() -> Text:
-    """Read the standard library of the running interpreter (about 10 MB)."""
+def load_standard_library(*, manual: bool = True) -> Text:
+    """Read the standard library of the running interpreter (about 10 MB), of which `load_manual`
+    is a file."""
     root = Path(sysconfig.get_path("stdlib"))
     sides: dict[bool, list[bytes]] = {False: [], True: []}
     for path in _source_files(root):
         name = path.relative_to(root).as_posix()
+        if name == MANUAL and not manual:
+            continue
         sides[_is_validation(name)].append(path.read_bytes())
     train, validation = sides[False], sides[True]
     if not train or not validation:
@@ -83,6 +89,20 @@ def load_standard_library() -> Text:
             " ships without them; run the example with a Python that has its .py files"
         )
     return Text(_joined(train), _joined(validation), len(train), len(validation))
+
+
+def load_manual() -> Text:
+    """Read what ``help()`` says about syntax: English prose (0.4 MB), each paragraph once."""
+    from pydoc_data.topics import topics
+
+    paragraphs = dict.fromkeys(chain.from_iterable(text.split("\n\n") for text in topics.values()))
+    sides: dict[bool, list[bytes]] = {False: [], True: []}
+    for paragraph in paragraphs:
+        sides[_is_validation(paragraph)].append(paragraph.encode())
+    train, validation = (
+        np.frombuffer(b"\n\n".join(sides[side]), dtype=np.uint8) for side in (False, True)
+    )
+    return Text(train, validation, len(sides[False]), len(sides[True]))
 
 
 def _source_files(root: Path) -> list[Path]:

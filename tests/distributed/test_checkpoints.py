@@ -163,9 +163,9 @@ def test_torchs_options_give_and_take_the_state(rank, world, name):
     again.close()
 
 
-@cases("tp+fsdp")
+@cases("single", "ddp", "fsdp2", "tp+fsdp")
 def test_adamws_moments_are_taken_over_through_a_checkpoint(rank, world, name, tmp_path):
-    """As docs/migration.md says, and asked for by name alone; what torch says otherwise."""
+    """As docs/from-adamw.md says, and asked for by name alone; what torch says otherwise."""
     training, folder = Training(CASES[name]), str(tmp_path)
     model, opt = training.model, training.opt
     before = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -96,3 +96,22 @@ def test_demo(pools, tmp_path):
         assert [v["seconds"] for v in run["validation"]] == [elapsed[i] for i in (1, 2, 3, 5, 6, 7)]
         assert run["losses"][-1] < 0.9 * run["losses"][0]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fine_tuning(tmp_path, monkeypatch):
+    """Runs that change go on from AdamW's weights, those on the manual from its last ones."""
+    import finetune  # `benchmarks.demo` has put the examples on the path
+
+    small = {"LRS": (1e-3,), "MOMENTS": (0, 2), "STEPS": 6, "TUNING_STEPS": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(finetune, name, value)
+    monkeypatch.setattr(demo, "VALIDATION_WINDOWS", 8)
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--json", str(file), "--seeds", "1"])
+    finetune.main()
+    adamw, *changed, one, other = json.loads(file.read_text())["rows"]
+    assert [row["losses"]["0"] for row in changed] == [adamw["losses"]["0"]] * 3
+    assert len({row["losses"]["2"] for row in changed}) == 3
+    assert all(row["losses"]["2"] < adamw["losses"]["0"] for row in (adamw, *changed))
+    assert one["losses"]["0"] == other["losses"]["0"] > max(r["losses"]["4"] for r in (one, other))
+    assert one["optimizer"] == "AdamW" != other["optimizer"]

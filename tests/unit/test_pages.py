@@ -108,6 +108,19 @@ from tests.frameworks.common import Examples, llama
 model, dataset = llama(), Examples()
 loader = torch.utils.data.DataLoader(dataset, 4)
 """
+ADAMW = """
+import pytest; pytest.importorskip("accelerate")
+from transformers import Trainer, TrainingArguments
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import *
+from tests.frameworks.common import Examples
+dataset, done, factor = Examples(), 2, lambda step: 0.9**step
+adamw = torch.optim.AdamW(model.parameters())
+for inputs, targets in data:
+    loss_fn(model(inputs), targets).backward()
+    adamw.step(), adamw.zero_grad()
+dcp.save({"optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id="out/adamw")
+"""
 TWO_OPTIMIZERS = """
 matrices = {p: n for n, p in model.named_parameters() if n.endswith(("up.weight", "down.weight"))}
 muon = torch.optim.Muon(list(matrices))
@@ -150,6 +163,7 @@ batches = lambda step, data_rank: torch.randint(11, (4, 6))
     "docs/clusters.md": "__name__ = '__main__'",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
+    "docs/from-adamw.md": ADAMW,
     "docs/metrics.md": METRICS,
     "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
