@@ -116,10 +116,28 @@ def recorded() -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
 
 
-def write_page() -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(recorded())}\n{END}{after}")
+def own_table(row: dict[str, Any]) -> str:
+    """What a framework has beside the cells of all, for its own page."""
+    shown = [c for c in row["cells"] if c["name"] in ENVIRONMENTS[row["framework"]].more]
+    lines = [f"| {c['note'].removesuffix('.')} | {c['deviation']:.0e} |" for c in shown]
+    return "\n".join(["| how it ran | largest difference |", "|---|---|", *lines, ""])
+
+
+def pages() -> dict[Path, str]:
+    """The table of each page that has one."""
+    own = {
+        PAGE.with_stem(row["framework"]): own_table(row)
+        for row in recorded()
+        if ENVIRONMENTS[row["framework"]].more
+    }
+    return {PAGE: table(recorded()), **own}
+
+
+def write_pages() -> None:
+    for page, text in pages().items():
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def main() -> None:
@@ -130,7 +148,7 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ENVIRONMENTS))
     parser.add_argument("--all", action="store_true", help="every framework")
-    parser.add_argument("--cell", choices=TITLES, help="this one alone, and show its output")
+    parser.add_argument("--cell", help="this one alone, and show its output")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write NAME.json there")
     parser.add_argument("--keep", action="store_true", help="keep configs, checkpoints, output")
     parser.add_argument(
@@ -150,7 +168,7 @@ def main() -> None:
         python = prepared(name, given.envs.resolve())
         runs = REPOSITORY / "out" / "outside" / "runs" / name
         shutil.rmtree(runs, ignore_errors=True)
-        cells = [given.cell] if given.cell else [*TITLES]
+        cells = [given.cell] if given.cell else [*TITLES, *ENVIRONMENTS[name].more]
         rows.append(run(name, cells, python, runs, loud=bool(given.cell)))
         failed = any(cell["status"] == FAILED for cell in rows[-1]["cells"])
         if not given.keep and not failed:
@@ -162,7 +180,7 @@ def main() -> None:
     if rows and not given.cell:
         print("\n" + table(rows))
     if not names or (given.json is not None and given.json.resolve() == RESULTS):
-        write_page()
+        write_pages()
     sys.exit(any(cell["status"] == FAILED for row in rows for cell in row["cells"]))
 
 

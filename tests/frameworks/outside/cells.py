@@ -154,7 +154,7 @@ def main(
         parts[sys.argv[1]](*sys.argv[2:])
         return
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TITLES)
+    parser.add_argument("name", choices=functions)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--result", type=Path, help="write the cell there, as JSON")
     given = parser.parse_args()
@@ -211,11 +211,12 @@ def kept(path: Path | str) -> Found:
 
 
 def deviation(found: Found, expected: Found) -> float:
-    """The largest difference of a loss or a weight. Losses may begin later than those expected."""
+    """The largest difference of a loss (relative to it above 1) or a weight. Losses may begin later
+    than those expected."""
     losses, weights = found
     if not losses or weights.keys() != expected[1].keys():
         raise ValueError(f"{len(losses)} losses; other weights: {weights.keys() ^ expected[1]}")
     pairs = list(zip(losses, expected[0][-len(losses) :], strict=True))
-    differences = [abs(a - b) for a, b in pairs]
+    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs]
     differences += [(weights[n] - w).abs().max().item() for n, w in expected[1].items()]
     return math.inf if any(map(math.isnan, differences)) else max(differences)

@@ -19,12 +19,14 @@ ALWAYS = ("torch==2.13.0", "numpy", "pulp[highs]>=3.3", "rich")
 class Environment:
     """Packages, with spaces between: ``requirements`` with what they need; ``bare`` without (where
     they pin another torch, or need much that is not used here). ``constrained``: constraints.txt
-    holds for all of it. Versions of what ``shown`` names, beside torch's, are reported."""
+    holds for all of it. Versions of what ``shown`` names, beside torch's, are reported. ``more``:
+    cells beside those that all have."""
 
     requirements: str
     shown: str
     bare: str = ""
     constrained: bool = False
+    more: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
@@ -74,6 +76,14 @@ ENVIRONMENTS = {
         "tiktoken==0.14.0",
         shown="nemo-automodel transformers",
         bare="nemo-automodel==0.7.0 megatron-fsdp==0.5.0 torchao==0.17.0 flashoptim==0.1.4",
+    ),
+    "torchtitan": Environment(
+        "torchdata==0.11.0 torch_checkpointing==0.1.1 datasets==4.7.0 tokenizers==0.23.3 "
+        "safetensors==0.8.0 tyro==1.0.17 tensorboard==2.21.0 einops==0.8.2 pillow==13.0.0 "
+        "spmd_types==0.2.3 triton==3.9.0",
+        shown="torchtitan",
+        bare="torchtitan==0.3.0",
+        more=("hsdp", "tp", "pp", "interleaved", "ep", "moved"),
     ),
     # Without the engines that generate, and without those of Megatron.
     "verl": Environment(
