@@ -8,10 +8,14 @@ TORCH ?=
 
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
+# What `make demo` needs, and all that the other targets need.
+RUNTIME := $(VENV)/runtime.stamp
 INSTALLED := $(VENV)/installed.stamp
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
-# Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
+# Modules are compiled when they are first imported; most of torch's never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -c $(CONSTRAINTS)
+# pip shows what it fetches. Its warnings, about its sources, are shown only if it fails.
+ERRORS := 2>$(VENV)/pip.log || { cat $(VENV)/pip.log >&2; exit 1; }
 
 .PHONY: help demo test lint bench docs dist soak
 .DEFAULT_GOAL := help
@@ -29,19 +33,26 @@ help:
 	@echo "TORCH=2.11.0 runs any of them with that torch, in .venv-2.11.0."
 
 # The package is built with the pinned setuptools: build isolation would fetch another one.
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV); the first time this takes a few minutes."
+$(RUNTIME): pyproject.toml constraints.txt
+	@echo "Installing torch, a solver and matplotlib into $(VENV); once, a minute and the download."
 	@$(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools|numpy)==' constraints.txt; echo torch==$(TORCH); \
 		echo 'numpy<2.4'; } > $(CONSTRAINTS)) # interpreters of older Tritons cannot read newer arrays
-	@$(PIP) 'setuptools>=77.0.3'
-	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks,release]'
-	@$(PIP) --no-deps litgpt # which asks for an older huggingface_hub, and runs with this one
+	@$(PIP) 'setuptools>=77.0.3' $(ERRORS)
+	@$(PIP) --no-build-isolation --editable '.[plot]' $(ERRORS)
+	@touch $@
+
+$(INSTALLED): $(RUNTIME)
+	@echo "Installing what tests, checks and documentation need into $(VENV); once, a few minutes."
+	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks,release]' $(ERRORS)
+	@$(PIP) --no-deps litgpt $(ERRORS) # which asks for an older huggingface_hub, and runs with this one
 	@touch $@
 
 # One thread a process: the processes share the cores.
-demo: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train_gpt.py $(ARGS)
+demo: $(RUNTIME)
+	@echo "Starting $(NPROC) processes"
+	@OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 \
+		$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train_gpt.py $(ARGS)
 
 # A file's tests run in one worker, in their order: they share processes and what fixtures made.
 # A worker that dies ends the run, which names its test: pytest-xdist 3.8 may hang with a new one.

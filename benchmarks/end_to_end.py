@@ -297,7 +297,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         "links": _steps(_cases(rows, tokens=1024, **one_a_node), _link),
         "tokens": _steps(_cases(few), lambda row: f"{row['tokens']}, {_link(row)}"),
         "ddp": _steps(_cases(rows, layout="DDP"), _link),
-        "replicas": _steps(_cases(rows, **pairs), lambda row: f"{row['layout']}, {_link(row)}"),
+        "replicas": _steps(_cases(rows, layout="HSDP", **pairs), _link),
         "ranks": _steps(
             {name: case for name, case in scaled if "2x2" not in name},
             lambda row: f"{row['nodes']} x {row['ranks_per_node']}",
@@ -309,23 +309,30 @@ def _first(item: tuple[str, dict[str, Row]]) -> Row:
     return next(iter(item[1].values()))
 
 
-SHOWN = {"gather-then-compute": "#9ca3af", "same-shape buckets": "#c4b5fd",
-         "Parallel Muon": "#8b5cf6", "dmuon": COLORS["dmuon"], "dmuon P=5": "#38bdf8",
-         "dmuon P=inf": "#bae6fd"}  # fmt: skip
+SHOWN = {  # colours, and what a reader of the README knows
+    "gather-then-compute": ("#9ca3af", "every rank gathers every matrix"),
+    "same-shape buckets": ("#d6ccf5", "same-shape buckets, like dion"),
+    "Parallel Muon": ("#b3a1e6", "Parallel Muon, like Motif"),
+    "dmuon": (COLORS["dmuon"], "dmuon"),
+    "dmuon P=5": ("#38bdf8", "dmuon, period=5"),
+    "dmuon P=inf": ("#a5e0fd", "dmuon, block steps alone"),
+}
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
     """What each optimizer adds to AdamW's training step, in percent, by link."""
     cases = _cases(rows, nodes=4, ranks_per_node=1, layout="FSDP2", tokens=1024)
-    with picture(path, 1, 1, (8.3, 3.6)) as (_, axes):
-        for place, (name, color) in enumerate(SHOWN.items()):
+    with picture(path, 1, 1, (8.3, 3.7)) as (_, axes):
+        for place, (name, (color, label)) in enumerate(SHOWN.items()):
             more = [100 * (case[name]["over_AdamW"] - 1) for case in cases.values()]
             at = [k + (place - 2.5) * 0.14 for k in range(len(more))]
-            bars = axes.bar(at, more, 0.13, color=color, label=_named(name).strip("*"))
-            axes.bar_label(bars, [f"{value:.0f}" for value in more], padding=1, fontsize=8)
+            bars = axes.bar(at, more, 0.13, color=color, label=label)
+            bold = "bold" if name == "dmuon" else "normal"
+            axes.bar_label(bars, [f"{v:.0f}%" for v in more], padding=1, fontsize=8, weight=bold)
         axes.set_xticks(range(len(cases)), [_link(_first(item)) for item in cases.items()])
-        axes.set_ylabel("more than AdamW's step, %")
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title("What Muon adds to AdamW's training step", loc="left", fontsize=11)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8.5)
 
 

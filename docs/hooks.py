@@ -17,6 +17,7 @@ from mkdocs.structure.files import File
 
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
+QUOTED = re.compile(r"^> (?=`)", re.MULTILINE)
 SHOWN = "files"  # the folder of pages that show files
 BESIDE = {  # pages of the repository outside of docs/, and their names on the site
     "README.md": "index.md",
@@ -69,7 +70,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to files of the repository at their pages."""
+    """Point links to files of the repository at their pages. Quoted errors become headings, because
+    the search shows headings, and ranks them first."""
 
     def moved(match: re.Match[str]) -> str:
         path = _in_repository(page.file.src_uri, match[1])
@@ -81,7 +83,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         here = posixpath.dirname(page.file.src_uri)
         return posixpath.relpath(target, here or ".") + (match[2] or "")
 
-    return markdown if page.file.src_uri.startswith(SHOWN + "/") else LINK.sub(moved, markdown)
+    if page.file.src_uri.startswith(SHOWN + "/"):
+        return markdown
+    if page.file.src_uri == "errors.md":
+        markdown = QUOTED.sub("### ", markdown)
+        page.meta |= {"hide": ["toc"], "search": {"boost": 3}}  # long headings count for little
+    return LINK.sub(moved, markdown)
 
 
 def _in_repository(page: str, target: str) -> str:

@@ -7,8 +7,8 @@
 Both models are sharded with FSDP2; with `--layout replicated` they are whole on every rank. They
 train by turns, a step each, so that their seconds can be compared on a machine that others use.
 Plain `python examples/train_gpt.py` runs in one process. Every rank reads different text. Only rank
-0 prints, and it writes `demo.json` and `demo.png` to `--out`. To start your own script, copy
-`dmuon_training` and `Training.step`.
+0 prints; it writes `demo.json`, `demo.png` and `report.html` (who owns which matrix) to `--out`. To
+start your own script, copy `dmuon_training` and `Training.step`.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def parse_arguments() -> argparse.Namespace:
         default="sharded",
         help="sharded wraps the model with FSDP2; auto leaves it plain and lets dmuon choose",
     )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters"
@@ -332,8 +332,20 @@ def title(job: Job) -> str:
     )
 
 
+def routes(report: dmuon.LoadBalanceReport) -> str:
+    """Which optimizer trains what, in a sentence."""
+    specs, owners = report.plan.specs, report.plan.topology.world
+    matrices, rest = (
+        len(specs.matrices),
+        sum(p.algorithm.value == "adamw" for p in specs.parameters),
+    )
+    told = f"{matrices} matrices -> Muon, {rest} others (embedding, output head, norms) -> AdamW"
+    each = f"; each rank orthogonalizes {matrices / owners:g} of the matrices"
+    return told + each * (owners > 1)
+
+
 def save(job: Job, runs: list[Run], report: dmuon.LoadBalanceReport) -> None:
-    """Write the numbers and the plot, and print where they are."""
+    """Write the numbers, the plot and the report, and print where they are."""
     out: Path = job.arguments.out
     config = {
         **vars(job.arguments),
@@ -351,7 +363,8 @@ def save(job: Job, runs: list[Run], report: dmuon.LoadBalanceReport) -> None:
         "runs": [run.to_dict() for run in runs],
     }
     write_json(out / "demo.json", results)
-    job.say(f"figures: {out / 'demo.json'}")
+    report.to_html(out / "report.html")
+    job.say(f"figures: {out / 'demo.json'}\nowners:  {out / 'report.html'}")
     try:
         plot_losses(out / "demo.png", runs, title(job))
     except ImportError:
@@ -369,10 +382,11 @@ def main() -> None:
 
         training, own = dmuon_training(job)
         report = own.report()
-        job.say(str(report))
+        job.say(routes(report))
         runs = train(job, training, *([adamw_training(job)] if arguments.compare else []))
         own.close()
 
+        job.say(f"\nHow dmuon shares out the work:\n\n{report}\n")
         console.print(results_table(runs, title(job)))
         job.say(
             "Default learning rates are the best of a sweep (noted in examples/train_gpt.py); "

@@ -565,22 +565,60 @@ def _page(report: LoadBalanceReport) -> str:
     ]
     if _has_copies(report.plan):  # the bound counts each matrix once
         del tiles[2]
-    pictures = [("Load per rank", *_loads_picture(report))]
+    pictures = [("Newton-Schulz in a step, by rank", *_loads_picture(report))]
+    if report.plan.specs.matrices:
+        pictures.append(("Owners, by place in the model", *_owners_picture(report.plan)))
     if len(report.ranks) == 1:
         tiles, pictures = tiles[:1], []
     facts, tables = _facts(report), report._tables()
     return render.page(report._title(), tiles, facts, pictures, tables)
 
 
+def _owners_picture(plan: OwnershipPlan) -> tuple[str, str]:
+    """Draw the owners by name and layer, the first number of a name; a caption."""
+    rows: dict[str, dict[int, list[int]]] = {}
+    for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
+        path = matrix.name.partition("[")[0].split(".")
+        layer = next((int(part) for part in path if part.isdecimal()), 0)
+        row = ".".join("*" if part.isdecimal() else part for part in path)
+        rows.setdefault(row, {}).setdefault(layer, []).append(owner)
+    what, places = "rank", [*range(plan.topology.world)]
+    if len(places) > render.COLOURS:
+        what, places = "node", [plan.topology.node(rank) for rank in places]
+    css = [f"c{place % render.COLOURS}" for place in places]
+    layers, bars = range(1 + max(layer for cells in rows.values() for layer in cells)), []
+    for row, cells in [*rows.items()][: render.MOST_SHOWN]:
+        parts = []
+        for owners in (cells.get(layer, []) for layer in layers):
+            looks = [(css[owner], str(owner)) for owner in owners] or [("gap", "")]
+            if len(looks) > render.MOST_BESIDE:
+                looks = [("rest", "...")]
+            parts += [(look, 1 / len(looks), words) for look, words in looks]
+        ranks = count_text(len({owner for owners in cells.values() for owner in owners}), "rank")
+        name = ".".join(row.removesuffix(".weight").split(".")[-2:])
+        bars.append((name, f"{row}: {ranks}", parts, None, ranks))
+    caption = "The ranks that own each weight, from layer to layer."
+    if len(bars) < len(rows):
+        caption += f" The first {len(bars)} of {len(rows):,} names."
+    names = [(f"c{i}", f"{what} {i}") for i in sorted({*places})[: render.COLOURS]]
+    return render.legend(names) + render.picture(bars, "layer"), caption
+
+
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     """Draw a bar per rank, of many ranks some at even steps from busiest to idlest; a caption."""
-    text, measured = report.ms_text, report.measured
+    plan, text, measured = report.plan, report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms
     ranks = report.ranks
     if many := len(ranks) > render.MOST_SHOWN:
         by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
         last, steps = len(by_load) - 1, min(render.MOST_SHOWN // 2, len(by_load)) - 1
         ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
+    keys = [(s.rows, s.cols, s.dtype) for s in report.shapes]
+    css = {key: f"c{i}" if i < render.COLOURS else "rest" for i, key in enumerate(keys)}
+    works = {r.rank: Counter(rest=plan.limits.fixed_ms_of(r.rank)) for r in ranks}
+    for batch in plan.batches:
+        for rank in works.keys() & {*batch.ranks}:
+            works[rank][css[_key_of(plan, batch)]] += batch.ms
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
     bars = []
@@ -592,12 +630,18 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
             told += f", measured {text(found)} ms"
         is_busy = bool(r.ms or r.matrices)
         beside = render.percent(r.ms / (zero or 1.0) - 1, "+.2%") if is_busy else "idle"
-        bars.append((f"rank {r.rank}", told, r.ms if is_busy else None, stroke, beside))
+        parts = [(look, ms, "") for look, ms in sorted(works[r.rank].items())]
+        bars.append((f"rank {r.rank}", told, parts, stroke, beside))
+    if plan.step:
+        link = plan.step.link_ms
+        bars.append(("links", "traffic", [("link", link, "")], None, f"{text(link)} ms"))
     what = f"{'lower bound' if report.lower_bound_ms else 'mean'} of {text(zero)} ms"
-    caption = f"Predicted load, and by how much it differs from the {what}, the vertical line."
+    caption = f"Predicted time, and by how much it differs from the {what}, the vertical line."
+    caption += " Links: the least that the traffic takes, beside it." * bool(plan.step)
     if many:
         caption += f" {len(bars)} of {len(report.ranks):,} ranks, from the busiest to the idlest."
         caption += " Idle ones are left out." if report.idle else ""
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
-    return render.loads_picture(bars, zero), caption
+    names = [(css[key], "{} x {}".format(*key)) for key in keys[: render.COLOURS]]
+    return render.legend(names) + render.picture(bars, "ms", zero), caption

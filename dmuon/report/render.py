@@ -189,9 +189,11 @@ def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> Rich
 
 # ---- a page for a browser ---------------------------------------------------------------------
 
-MOST_SHOWN = 64  # ranks that are drawn one by one
+MOST_SHOWN = 64  # ranks, or rows of matrices, that are drawn one by one
+MOST_BESIDE = 16  # matrices that share a cell
+COLOURS = 8  # classes c0, c1, ... of the style sheet; "rest" is grey
 _ROW = 18  # pixels from bar to bar
-_LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
+_LEFT, _RIGHT = 24.0, 84.0  # percent of the width: bars lie between, names and numbers beside
 
 _DOT = re.compile(r"\.(?![^{]*\})")  # outside of braces
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -201,38 +203,48 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# A rank's name, title and milliseconds (None if idle); a stroke's milliseconds, if any; a remark.
-Bar = tuple[str, str, float | None, float | None, str]
+# A name, a title, its parts (CSS class, size, words), a stroke's place if any, and a remark.
+Bar = tuple[str, str, Sequence[tuple[str, float, str]], float | None, str]
 
 
-def loads_picture(bars: Sequence[Bar], bound: float) -> str:
-    """Draw bars from 0 on; the bound is a vertical line, beyond which bars change their colour."""
-    top = max([bound, *(value for bar in bars for value in bar[2:4] if value is not None)]) or 1.0
-    height, per_ms = len(bars) * _ROW, (_RIGHT - _LEFT) / top
-    # A scale from 0 ms on, with a few round numbers.
+def picture(bars: Sequence[Bar], unit: str, bound: float | None = None) -> str:
+    """Draw bars from 0 on, over an axis in this ``unit``; the bound is a vertical line."""
+    ends = [sum(size for _, size, _ in bar[2]) for bar in bars]
+    top = max([bound or 0.0, *ends, *(bar[3] for bar in bars if bar[3] is not None)]) or 1.0
+    height, per_unit = len(bars) * _ROW, (_RIGHT - _LEFT) / top
+    # A scale from 0 on, with a few round numbers.
     step = 10.0 ** math.floor(math.log10(top))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s < 6)
-    parts = []
+    drawn = []
     for i in range(int(top / step * (1 + 1e-9)) + 1):
-        x = _LEFT + i * step / top * (_RIGHT - _LEFT)
+        x = _LEFT + i * step * per_unit
         grid = f'class="grid" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"'
-        parts += [f"<line {grid}/>", _text(x, height + 14, f"{i * step:g}", "dim", "middle")]
-    parts.append(_text(100, height + 14, "ms", "dim", "end"))
-    for i, (name, title, load, measured, number) in enumerate(bars):
-        y = i * _ROW
-        parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
-        for css, start, end in (("less", 0.0, min(load or 0.0, bound)), ("more", bound, load or 0)):
-            if end > start:
-                place = _LEFT + start * per_ms, y + 3, (end - start) * per_ms, _ROW - 6
-                parts.append(_rect(*place, f'class="{css}"'))
-        if measured is not None:
-            at = _LEFT + measured * per_ms
-            parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
-        parts.append(_text(100, y + 13, number, "", "end") + "</g>")
-    at = _LEFT + bound * per_ms
-    parts.append(f'<line class="line" x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="{height}"/>')
-    look = f'role="img" aria-label="load of each rank in milliseconds" height="{height + 20}"'
-    return f"<svg {look}>{''.join(parts)}</svg>"
+        drawn += [f"<line {grid}/>", _text(x, height + 14, f"{i * step:g}", "dim", "middle")]
+    drawn.append(_text(100, height + 14, unit, "dim", "end"))
+    for i, (name, title, parts, stroke, remark) in enumerate(bars):
+        y, at = i * _ROW, _LEFT
+        drawn.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
+        for css, size, words in parts:
+            width = size * per_unit
+            drawn.append(_rect(at, y + 3, width, _ROW - 6, f'class="{css}"'))
+            if words and width > 1.5:
+                number = "number" if width > 5 else "number dense"
+                drawn.append(_text(at + width / 2, y + 13, words, number, "middle"))
+            at += width
+        if stroke is not None:
+            x = _LEFT + stroke * per_unit
+            drawn.append(_rect(x - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
+        drawn.append(_text(100, y + 13, remark, "", "end") + "</g>")
+    if bound is not None:
+        x = _LEFT + bound * per_unit
+        drawn.append(f'<line class="line" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"/>')
+    return f'<svg role="img" height="{height + 20}">{"".join(drawn)}</svg>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a line that says what colours mean: (CSS class, words)."""
+    spans = (f'<span><i class="{css}"></i>{_escape(words)}</span>' for css, words in entries)
+    return f"<p class='legend dim'>{''.join(spans)}</p>"
 
 
 def _rect(x: float, y: float, width: float, height: float, look: str) -> str:

@@ -25,3 +25,13 @@ if (location.protocol === "file:") {
     }
   };
 }
+
+// Error messages are pasted into the search: nothing in them is an operator of its language.
+const Given = window.Worker;
+window.Worker = class extends Given {
+  postMessage(message, ...rest) {
+    const isQuery = message.type === 2;
+    const words = isQuery ? message.data.replace(/[^\w.]+|\.(?!\w)/g, " ").trim() : "";
+    super.postMessage(isQuery ? { ...message, data: words } : message, ...rest);
+  }
+};

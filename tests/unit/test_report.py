@@ -294,9 +294,9 @@ def test_the_page_is_well_formed_self_contained_and_small(tmp_path, world, per_n
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     assert attributes.isdisjoint({"src", "href", "xlink:href", "onload", "onclick"})
     assert not re.search(r"https?:|url\(|@import|javascript:|nan%", text)
-    (svg,) = parsed(text).iter("svg")
-    assert 1 <= len(svg.findall("g")) <= 64
-    for rect in svg.findall("g/rect"):
+    pictures = [*parsed(text).iter("svg")]
+    assert len(pictures) == 2 and all(1 <= len(svg.findall("g")) <= 64 for svg in pictures)
+    for rect in (rect for svg in pictures for rect in svg.findall("g/rect")):
         x, width = (float(rect.get(name).rstrip("%")) for name in ("x", "width"))
         assert x >= 0 <= width and x + width <= 100.5
 
@@ -311,6 +311,28 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
     assert "m0.weight, 4.000 ms" in slow
+
+
+def test_the_page_shows_the_work_of_each_rank_and_each_owner_at_its_place(tmp_path):
+    plan = taking_turns(TinyGPT(), 3)
+    alone = (replace(b, matrices=(m,), ms=1.0 + m) for b in plan.batches for m in b.matrices)
+    plan = replace(plan, batches=tuple(alone))  # several of a shape
+    loads, owners = parsed(page(build_report(plan), tmp_path)).iter("svg")
+    bars = [
+        sum(float(rect.get("width").rstrip("%")) for rect in g.findall("rect"))
+        for g in loads.findall("g")
+    ]
+    busiest = max(plan.loads_ms)
+    assert [bar / max(bars) for bar in bars] == pytest.approx(
+        [ms / busiest for ms in plan.loads_ms], abs=1e-3
+    )
+    found = {}
+    for g in owners.findall("g"):
+        name = g.find("title").text.partition(":")[0]
+        for i, (rect, text) in enumerate(zip(g.findall("rect"), g.findall("text")[1:])):
+            found[name.replace("*", str(i))] = text.text
+            assert rect.get("class") == f"c{text.text}"
+    assert found == {m.name: str(o) for m, o in zip(plan.specs.matrices, plan.owners, strict=True)}
 
 
 def golden_report() -> str:

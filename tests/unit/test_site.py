@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import subprocess
@@ -9,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.test_errors import FOUND
 
 REPOSITORY = Path(__file__).parents[2]
 FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:)?//[^\s>]+")
@@ -43,6 +47,23 @@ def test_the_search_works_from_a_disk(site):
         page = (site / name).read_text(encoding="utf-8")
         assert re.search(r'<script src="(\.\./)?site/iframe-worker\.js">', page), name
     assert (site / "site" / "iframe-worker.js").is_file()
+
+
+def test_the_search_finds_every_error_by_its_text(site):
+    text = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    titles = [
+        html.unescape(re.sub("<.*?>", "", entry["title"]))
+        for entry in found["docs"]
+        if entry["location"].startswith("errors.html#")
+    ]
+    assert {message for _, message in FOUND} <= set(titles)
+
+
+def test_decisions_are_on_it_but_not_in_the_navigation(site):
+    assert (site / "decisions" / "0003-one-pipeline.html").is_file()
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert "decisions/0003" not in home and "md-tabs" in home
 
 
 def test_pages_beside_docs_are_on_it_and_colours_can_be_chosen(site):
