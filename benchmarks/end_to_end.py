@@ -322,7 +322,7 @@ SHOWN = {  # colours, and what a reader of the README knows
 def draw(rows: Sequence[Row], path: str) -> None:
     """What each optimizer adds to AdamW's training step, in percent, by link."""
     cases = _cases(rows, nodes=4, ranks_per_node=1, layout="FSDP2", tokens=1024)
-    with picture(path, 1, 1, (8.3, 3.7)) as (_, axes):
+    with picture(path, 1, 1, (7.2, 3.6)) as (_, axes):
         for place, (name, (color, label)) in enumerate(SHOWN.items()):
             more = [100 * (case[name]["over_AdamW"] - 1) for case in cases.values()]
             at = [k + (place - 2.5) * 0.14 for k in range(len(more))]
