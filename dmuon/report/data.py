@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -579,20 +579,19 @@ def _owners_picture(plan: OwnershipPlan) -> tuple[str, str]:
     rows: dict[str, dict[int, list[int]]] = {}
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
         path = matrix.name.partition("[")[0].split(".")
-        layer = next((int(part) for part in path if part.isdecimal()), 0)
+        layer = next((int(part) for part in path if part.isdecimal() and len(part) < 4), 0)
         row = ".".join("*" if part.isdecimal() else part for part in path)
         rows.setdefault(row, {}).setdefault(layer, []).append(owner)
     what, places = "rank", [*range(plan.topology.world)]
     if len(places) > render.COLOURS:
-        what, places = "node", [plan.topology.node(rank) for rank in places]
+        what, places = "node", [*map(plan.topology.node, places)]
     css = [f"c{place % render.COLOURS}" for place in places]
     layers, bars = range(1 + max(layer for cells in rows.values() for layer in cells)), []
     for row, cells in [*rows.items()][: render.MOST_SHOWN]:
         parts = []
-        for owners in (cells.get(layer, []) for layer in layers):
-            looks = [(css[owner], str(owner)) for owner in owners] or [("gap", "")]
-            if len(looks) > render.MOST_BESIDE:
-                looks = [("rest", "...")]
+        for layer in layers:
+            looks = [(css[owner], str(owner)) for owner in cells.get(layer, [])] or [("gap", "")]
+            looks = looks if len(looks) <= render.MOST_BESIDE else [("rest", "...")]
             parts += [(look, 1 / len(looks), words) for look, words in looks]
         ranks = count_text(len({owner for owners in cells.values() for owner in owners}), "rank")
         name = ".".join(row.removesuffix(".weight").split(".")[-2:])
@@ -601,7 +600,7 @@ def _owners_picture(plan: OwnershipPlan) -> tuple[str, str]:
     if len(bars) < len(rows):
         caption += f" The first {len(bars)} of {len(rows):,} names."
     names = [(f"c{i}", f"{what} {i}") for i in sorted({*places})[: render.COLOURS]]
-    return render.legend(names) + render.picture(bars, "layer"), caption
+    return render.picture(names, bars, "layer"), caption
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
@@ -615,7 +614,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
     keys = [(s.rows, s.cols, s.dtype) for s in report.shapes]
     css = {key: f"c{i}" if i < render.COLOURS else "rest" for i, key in enumerate(keys)}
-    works = {r.rank: Counter(rest=plan.limits.fixed_ms_of(r.rank)) for r in ranks}
+    works = {r.rank: defaultdict(float, rest=plan.limits.fixed_ms_of(r.rank)) for r in ranks}
     for batch in plan.batches:
         for rank in works.keys() & {*batch.ranks}:
             works[rank][css[_key_of(plan, batch)]] += batch.ms
@@ -644,4 +643,4 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
     names = [(css[key], "{} x {}".format(*key)) for key in keys[: render.COLOURS]]
-    return render.legend(names) + render.picture(bars, "ms", zero), caption
+    return render.picture(names, bars, "ms", zero), caption

@@ -207,8 +207,11 @@ def _escape(text: str) -> str:
 Bar = tuple[str, str, Sequence[tuple[str, float, str]], float | None, str]
 
 
-def picture(bars: Sequence[Bar], unit: str, bound: float | None = None) -> str:
-    """Draw bars from 0 on, over an axis in this ``unit``; the bound is a vertical line."""
+def picture(
+    colours: Iterable[Fact], bars: Sequence[Bar], unit: str, bound: float | None = None
+) -> str:
+    """Draw bars from 0 on, over an axis in this ``unit``; the bound is a vertical line. ``colours``
+    are CSS classes and what they mean."""
     ends = [sum(size for _, size, _ in bar[2]) for bar in bars]
     top = max([bound or 0.0, *ends, *(bar[3] for bar in bars if bar[3] is not None)]) or 1.0
     height, per_unit = len(bars) * _ROW, (_RIGHT - _LEFT) / top
@@ -238,13 +241,9 @@ def picture(bars: Sequence[Bar], unit: str, bound: float | None = None) -> str:
     if bound is not None:
         x = _LEFT + bound * per_unit
         drawn.append(f'<line class="line" x1="{x:.2f}%" x2="{x:.2f}%" y1="0" y2="{height}"/>')
-    return f'<svg role="img" height="{height + 20}">{"".join(drawn)}</svg>'
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return a line that says what colours mean: (CSS class, words)."""
-    spans = (f'<span><i class="{css}"></i>{_escape(words)}</span>' for css, words in entries)
-    return f"<p class='legend dim'>{''.join(spans)}</p>"
+    named = (f'<span><i class="{css}"></i>{_escape(words)}</span>' for css, words in colours)
+    picture = f'<svg role="img" height="{height + 20}">{"".join(drawn)}</svg>'
+    return f"<p class='legend dim'>{''.join(named)}</p>{picture}"
 
 
 def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
