@@ -614,7 +614,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
     keys = [(s.rows, s.cols, s.dtype) for s in report.shapes]
     css = {key: f"c{i}" if i < render.COLOURS else "rest" for i, key in enumerate(keys)}
-    works = {r.rank: defaultdict(float, rest=plan.limits.fixed_ms_of(r.rank)) for r in ranks}
+    works = {r.rank: defaultdict[str, float](float) for r in ranks}
     for batch in plan.batches:
         for rank in works.keys() & {*batch.ranks}:
             works[rank][css[_key_of(plan, batch)]] += batch.ms
