@@ -37,7 +37,7 @@ from dmuon.types import Algorithm, Heads, PlanError, Splits, grouped
 if TYPE_CHECKING:
     from torch import nn
 
-    from dmuon.scheduler.specs import ModelSpecs
+    from dmuon.scheduler.specs import ModelSpecs, ParameterSpec
 
 _PRESETS = Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(json.loads(_PRESETS))
@@ -307,7 +307,6 @@ def stages_of(
 ) -> list[Stage]:  # fmt: skip
     """Cut the layers of the model of `model_specs` into equal parts, ``parts`` for each rank of a
     pipeline. Rank r has parts r, r + ranks, ..., or if ``is_v`` part r and the r-th from the end.
-    The first and the last part, with the embedding and the head, are the last to get a layer more.
 
     Layers have a number in their names, and matrices. Any other parameter stays with the layer
     before or after it that shares more of its name. A weight with names on several ranks, such as a
@@ -321,37 +320,57 @@ def stages_of(
     model = _load(text, dtype)
     routed = partial(collect, splits=splits, heads=heads, allow_meta=True)
     specs = routed(model)
-    for spec in specs.parameters:
-        if spec.dtype not in ITEM_SIZE:
-            found = f"parameter {spec.name!r} has dtype {spec.dtype}"
-            raise PlanError(f"{found}, expected one of {known}")
+    if other := [p for p in specs.parameters if p.dtype not in ITEM_SIZE]:
+        name, dtype = other[0].name, other[0].dtype
+        raise PlanError(f"parameter {name!r} has dtype {dtype}, expected one of {known}")
     if ranks * parts == 1:
         return [Stage(0, specs)]
     named = [(canonical_name(n), p) for n, p in model.named_parameters(remove_duplicate=False)]
     trained = zip(specs.parameters, trainable_parameters(model), strict=True)
     muon = {p for spec, (_, p) in trained if spec.algorithm is Algorithm.MUON}
     layers = [*dict.fromkeys(layer_of(n) for n, p in named if p in muon and layer_of(n))]
-    each, more = divmod(len(layers), ranks * parts)
-    if not each:
+    if len(layers) < ranks * parts:
         raise PlanError(f"--pp {ranks}x{parts} needs as many layers, found {len(layers)} in {text}")
-    longer = [*range(1, ranks * parts - 1), 0][:more]
-    part_of = [n for n in range(ranks * parts) for _ in range(each + (n in longer))]
-    rank_of = [2 * ranks - 1 - n if is_v and n >= ranks else n % ranks for n in part_of]
-    near = _nearest([name for name, _ in named], layers)
-    uses, made = Counter(p for _, p in named), []
+    rank_of = _ranks_of([name for name, _ in named], layers, ranks, parts, is_v)
+    last, uses, made = 0 if is_v else ranks - 1, Counter(p for _, p in named), []
     for rank in range(ranks):
-        here = grouped((p, name) for name, p in named if rank_of[near[name]] == rank)
-        members = [Member(names[0], p, model=model) for p, names in here.items()]
-        own, parameters = routed(members, partial=True), []
-        for spec, p in zip(own.parameters, (p for p in here if p.requires_grad), strict=True):
-            table, tied, _ = spec.reason.partition(", tied to")
-            if tied and len(here[p]) < uses[p]:  # here is the table alone, or the head
-                spec = replace(spec, reason=f"tied to {table}" if rank == rank_of[-1] else table)
-            parameters.append(spec)
-        frozen = tuple(p for p in specs.frozen if rank_of[near[p.name]] == rank)
-        made.append(replace(own, parameters=tuple(parameters), frozen=frozen))
+        here = grouped((p, name) for name, p in named if rank_of[name] == rank)
+        own = routed([Member(n[0], p, model=model) for p, n in here.items()], partial=True)
+        held = zip(own.parameters, (p for p in here if p.requires_grad), strict=True)
+        alone = [_untied(s, rank == last) if len(here[p]) < uses[p] else s for s, p in held]
+        frozen = tuple(p for p in specs.frozen if rank_of[p.name] == rank)
+        made.append(replace(own, parameters=tuple(alone), frozen=frozen))
     dense = [not any(m.form.is_stack for m in own.matrices) for own in made]
     return [Stage(r, own, dense[r] and not all(dense)) for r, own in enumerate(made)]
+
+
+def _untied(spec: ParameterSpec, is_last: bool) -> ParameterSpec:
+    """Return a tied embedding where it is the table alone, or the head."""
+    table, tied, _ = spec.reason.partition(", tied to")
+    return replace(spec, reason=f"tied to {table}" if is_last else table) if tied else spec
+
+
+def _ranks_of(
+    names: Sequence[str], layers: Sequence[str], ranks: int, parts: int, is_v: bool
+) -> dict[str, int]:
+    """Return the rank of each parameter, as `stages_of` cuts the layers."""
+    found = {}
+    for name, layer in _nearest(names, layers).items():
+        part = _part(layer, len(layers), ranks * parts)
+        found[name] = 2 * ranks - 1 - part if is_v and part >= ranks else part % ranks
+    return found
+
+
+def _part(layer: int, layers: int, parts: int) -> int:
+    """Return the part of a layer. The first and the last part, with the embedding and the head, are
+    the last to get a layer more.
+
+    >>> [_part(layer, 10, 4) for layer in range(10)]
+    [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    """
+    each, more = divmod(layers, parts)
+    longer = [*range(1, parts - 1), 0][:more]
+    return [n for n in range(parts) for _ in range(each + (n in longer))][layer]
 
 
 def _nearest(names: Sequence[str], layers: Sequence[str]) -> dict[str, int]:

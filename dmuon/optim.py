@@ -53,9 +53,8 @@ from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.specs import ModelSpecs, StateSizes, dtype_name
 from dmuon.step.at_owners import OwnersEngine
-from dmuon.step.engine import Amp, Engine, Settings
+from dmuon.step.engine import Amp, Engine, Settings, join
 from dmuon.step.on_params import ParamsEngine
-from dmuon.step.verdict import join
 from dmuon.types import (
     Adjustment,
     Coefficients,
@@ -536,7 +535,7 @@ class Muon(Optimizer):
         for engine in run.engines:
             engine.send(refusal)
         if run.stages is not None and full:
-            error = join(run.stages, [engine.received() for engine in run.engines])
+            error = join(run.stages, run.engines)
             if error is not None:
                 raise refusal or error
         for engine, ownership in zip(run.engines, run.ownerships, strict=True):

@@ -612,8 +612,8 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         by_load = [r for r in _by_load(report) if r.ms or r.matrices] or [*ranks]
         last, steps = len(by_load) - 1, min(render.MOST_SHOWN // 2, len(by_load)) - 1
         ranks = tuple(by_load[i * last // max(steps, 1)] for i in range(steps + 1))
-    keys = [(s.rows, s.cols, s.dtype) for s in report.shapes]
-    css = {key: f"c{i}" if i < render.COLOURS else "rest" for i, key in enumerate(keys)}
+    css = {(s.rows, s.cols, s.dtype): f"c{i}" for i, s in enumerate(report.shapes)}
+    css |= dict.fromkeys([*css][render.COLOURS :], "rest")
     works = {r.rank: defaultdict[str, float](float) for r in ranks}
     for batch in plan.batches:
         for rank in works.keys() & {*batch.ranks}:
@@ -642,5 +642,5 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
         caption += " Idle ones are left out." if report.idle else ""
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
-    names = [(css[key], "{} x {}".format(*key)) for key in keys[: render.COLOURS]]
+    names = [(css[key], "{} x {}".format(*key)) for key in [*css][: render.COLOURS]]
     return render.picture(names, bars, "ms", zero), caption

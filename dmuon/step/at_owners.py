@@ -27,7 +27,7 @@ from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.step.engine import Amp, AtOwners, Engine, load_entry, orientations
-from dmuon.step.verdict import Verdict, VerdictMessage
+from dmuon.step.verdict import Sent, Verdict, VerdictMessage
 from dmuon.step.verify import Stored
 from dmuon.tensors import finite_norms, norms_into, scale_all
 from dmuon.types import OwnershipError
@@ -191,16 +191,18 @@ class OwnersEngine(Engine):
         runtime = self._runtime
         if refusal is None:
             self._begin_update()
-        self._filled, self._vector = self._message_of_step(refusal)
-        runtime.meter["verdict"] += self._vector.nbytes
-        self._sent = [runtime.transport.all_reduce(self._vector, tag="verdict")]
+        norms, vector = self._message_of_step(refusal)
+        runtime.meter["verdict"] += vector.nbytes
+        self._message.sent = Sent(
+            vector, runtime.transport.all_reduce(vector, tag="verdict"), norms
+        )
 
     def launch(self, refusal: Exception | None) -> None:
         runtime, on_host = self._runtime, host_can_read(self._runtime.device)
-        _, vector = self.received()
+        vector = self.received()
         if refusal is not None and on_host:
             raise refusal
-        verdict = self._message.read(vector, self._filled, ())
+        verdict = self._message.read(vector, self._message.sent.norms, ())
         self._note(False if verdict is None else verdict.finite)
         self._verdict = verdict or Verdict(False)
         if verdict is None:

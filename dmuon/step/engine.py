@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.process_groups import Stages
 from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
@@ -152,7 +153,6 @@ class Engine(ABC):
         runtime, optimizer, settings = self._runtime, self._optimizer, self._settings
         runtime.one_by_one = self._kernels.options.is_fixed
         self._amp = Amp()
-        self._vector, self._sent = torch.zeros(0), list[Work]()
         self._grads: dict[int, Tensor] = {}
         self.skips = Skips(torch.zeros(BLOCKS, dtype=torch.float64, device=runtime.device))
         # Probe now: a first probe inside `step` would wait for the device.
@@ -305,10 +305,10 @@ class Engine(ABC):
     def send(self, refusal: Exception | None) -> None:
         """Look at the gradients and, in a full step, send this rank's message about them."""
 
-    def received(self) -> tuple[VerdictMessage, Tensor]:
-        """Wait for the sum of all ranks' messages, and return it with its reader."""
-        self._runtime.meter.wait("verdict", self._sent)
-        return self._message, self._vector
+    def received(self) -> Tensor:
+        """Wait for the sum of all ranks' messages, and return it."""
+        self._runtime.meter.wait("verdict", [self._message.sent.work])
+        return self._message.sent.vector
 
     @abstractmethod
     def launch(self, refusal: Exception | None) -> None:
@@ -557,6 +557,22 @@ class Engine(ABC):
                 if not rounds_to(master, weight):
                     found[p] = {**entry, MASTER: distributed_as(p, merged_master(master, weight))}
         return found
+
+
+def join(stages: Stages, engines: Sequence[Engine]) -> Exception | None:
+    """Let all pipeline stages know, in one all-reduce, whether one of them skips or refuses a step.
+
+    Return an error of this rank's stages, to be raised. The joint square of gradients goes to the
+    first engine, because metrics add up. Waits on the host only where that can read anyway."""
+    vectors = [engine.received() for engine in engines]
+    found = [e._message.outcome(vector) for e, vector in zip(engines, vectors, strict=True)]
+    mine = torch.stack([outcome for outcome, _ in found])
+    total = mine.sum(0)
+    stages.all_reduce(total)
+    squares = [total[2], *total.new_zeros(len(engines) - 1)]
+    for engine, vector, own, square in zip(engines, vectors, mine, squares, strict=True):
+        engine._message.hear(vector, (total - own)[:2], square)
+    return next((error for _, error in found if error is not None), None)
 
 
 def load_entry(

@@ -40,7 +40,7 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.operands import BlockState, Operands, Outlet, Pass, PassingOperands, at
-from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
+from dmuon.step.verdict import Sent, Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
 from dmuon.tensors import TensorList, Tensors, are_raw, scale_all
 from dmuon.types import Layout, NewParameters, OwnershipError, warn
@@ -288,9 +288,9 @@ class ParamsEngine(Engine):
         self._grads = {i: grad for i, grad in found if grad is not None}
 
     def send(self, refusal: Exception | None) -> None:
-        self._is_full = self._settings.schedule.is_full(self._settings.schedule.t)
+        is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
-            if self._is_full:
+            if is_full:
                 self._send_refusal(refusal)
             return
         if not self._grads:
@@ -303,12 +303,12 @@ class ParamsEngine(Engine):
             )
         self._begin_update()
         self._updates = (), None
-        if self._is_full:
+        if is_full:
             self._send_message()
 
     def launch(self, refusal: Exception | None) -> None:
         grads, self._grads = self._grads, {}
-        is_full = self._is_full
+        is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
             if is_full:
                 self._keep()
@@ -328,16 +328,16 @@ class ParamsEngine(Engine):
     def _send_refusal(self, refusal: Exception) -> None:
         """Tell the other ranks that nothing may change. Raise `NewParameters` if all have some."""
         is_new = isinstance(refusal, NewParameters)
-        self._vector = self._message.refuse(self._late, is_new=is_new)
-        self._sent = [self._runtime.all_reduce(self._vector, "norms")]
+        vector = self._message.refuse(self._late, is_new=is_new)
+        self._message.sent = Sent(vector, self._runtime.all_reduce(vector, "norms"), vector[:0])
         if isinstance(refusal, NewParameters):
-            refusal.agreed = self._message.all_are_new(self.received()[1])
+            refusal.agreed = self._message.all_are_new(self.received())
             if refusal.agreed:
                 raise refusal
 
     def _keep(self) -> None:
         """Take part in the rest of a full step that changes nothing."""
-        runtime, (_, vector) = self._runtime, self.received()
+        runtime, vector = self._runtime, self.received()
         if host_can_read(runtime.device):
             return
         self._message.note(vector)
@@ -381,18 +381,17 @@ class ParamsEngine(Engine):
         checked, of_grads = self._checked(grads)
         of_grads += operands.gradient_squares(of_blocks)
         how = checked, here, inf, of_grads, None, late, grads
-        self._vector, sent = self._message.fill(norms, *how)
-        self._sent = [self._runtime.all_reduce(sent, "norms")]
-        self._filled = of_blocks, norms
+        vector, sent = self._message.fill(norms, *how)
+        self._message.sent = Sent(vector, self._runtime.all_reduce(sent, "norms"), norms, of_blocks)
 
     def _full_step(self, grads: Gradients) -> bool | Tensor:
         """Take the step except for the last updates; False if a non-finite gradient stopped it."""
         runtime, operands, here = self._runtime, self._operands, self._here(grads)
-        of_blocks, norms = self._filled
-        del self._filled  # gradients
+        norms, of_blocks = self._message.sent.norms, self._message.sent.gradients
+        self._message.sent = self._message.sent._replace(gradients=())  # which it must not keep
 
         def agreed() -> Verdict | None:
-            _, vector = self.received()
+            vector = self.received()
             verdict = self._message.read(vector, norms, here)
             self._count_late(vector)
             return verdict

@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.process_groups import Stages, different, refused
+from dmuon.comm.process_groups import different, refused
+from dmuon.comm.transport import Work
 from dmuon.config import Schedule, is_exchange_step
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
@@ -160,6 +161,16 @@ class Findings:
     not_finite: Checked = (((), torch.zeros(0)),)
 
 
+class Sent(NamedTuple):
+    """A rank's message, which ranks sum up in place; norms of operands, by their positions, and the
+    gradients behind them."""
+
+    vector: Tensor
+    work: Work
+    norms: Tensor
+    gradients: Sequence[Tensor] = ()
+
+
 class VerdictMessage:
     """Fills and reads one rank's message about blocks of ``matrices``, by position; ``counts`` says
     which belong to the replica that counts. Without ``shards``, where owners have the gradients,
@@ -179,9 +190,10 @@ class VerdictMessage:
         self._schedule, self._digest, self._group_of = schedule, digest, group_of
         blocks = 0 if schedule.always_full else BLOCKS
         self._fields = Fields(runtime, shards, matrices, counts, blocks)
-        self._layout, self._on_host = runtime.plan.layout, host_can_read(runtime.device)
+        self._layout = runtime.plan.layout
         self._count, self._compares = 0, False  # messages so far; whether the last has samples
         self.found = Findings()
+        self.sent = Sent(torch.zeros(0), Work(), torch.zeros(0))
         self._pending: HostCopy | None = None  # of values that may be an error on all ranks
         self._last_values: Any = ()  # the values behind the number of the last message
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
@@ -191,6 +203,10 @@ class VerdictMessage:
         ones.copy_(torch.tensor(self._fields.samples))
         self._empty = empty.to(runtime.device)
         self._expected = self._empty  # the sum of the last fields if nothing is wrong
+
+    @property
+    def _on_host(self) -> bool:
+        return host_can_read(self._empty.device)
 
     # ---- sending -----------------------------------------------------------------------------
 
@@ -470,22 +486,6 @@ class VerdictMessage:
         """Yield names that this rank knows; reads the values sent last."""
         yield from (self._specs.matrices[i].name for i in self.found.below)
         yield from suspects(self._specs, [self.found.below_here])
-
-
-def join(stages: Stages, received: Sequence[tuple[VerdictMessage, Tensor]]) -> Exception | None:
-    """Let all pipeline stages know, in one all-reduce, whether one of them skips or refuses a step.
-
-    ``received`` are this rank's messages with the vectors that its stages have summed up. Return an
-    error of theirs, to be raised. The joint square of gradients goes to the first, as metrics add
-    up. Waits for nothing on the host where that cannot read from the device."""
-    found = [message.outcome(vector) for message, vector in received]
-    mine = torch.stack([outcome for outcome, _ in found])
-    total = mine.sum(0)
-    stages.all_reduce(total)
-    for n, (message, vector) in enumerate(received):
-        square = total[2] if n == 0 else torch.zeros_like(total[2])
-        message.hear(vector, (total - mine[n])[:2], square)
-    return next((error for _, error in found if error is not None), None)
 
 
 def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:

@@ -111,7 +111,7 @@ reduce_scatter (1): gradients, 960 bytes
 backward of 0
 reduce_scatter (0): gradients, 384 bytes
 all_reduce: flags, 6 bytes
-all_reduce: verdict, 88 bytes
+all_reduce: verdict, 104 bytes
 all_gather (0): forward layers.0, 384 bytes
 all_gather (1): forward layers.1, 960 bytes
 """.strip().splitlines()
