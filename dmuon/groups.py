@@ -589,7 +589,8 @@ def as_here(group: Group, now: Group) -> Group:
     """Overlay a saved group on ``now``, without keys that are not read here or change no update."""
     left = {k for k in group.keys() - now.keys() - _OURS if config.near(k, _KNOWN)}  # foreign keys
     left |= {k for k in _OURS - now.keys() if f"adamw_{k}" in now}
-    left |= {*_DEDICATE, *BOUND, *config.FLAGS} - {"maximize", "amsgrad"}
+    left |= {*_DEDICATE, *BOUND, *config.FLAGS}
+    left -= {flag for flag in ("maximize", "amsgrad") if group.get(flag)}  # to be refused
     return now | {k: v for k, v in group.items() if k not in left}
 
 

@@ -1077,9 +1077,9 @@ def test_a_report_may_be_asked_for_in_inference_mode():
 @PLANNED
 def test_flags_of_a_saved_group_are_dropped_where_they_change_nothing(planned):
     model, opt = trained(int(planned))
-    opt.param_groups[0] |= {"maximize": False, "swa_lr": 0.1}
+    opt.param_groups[0]["swa_lr"] = 0.1
     state = through_a_file(opt.state_dict())
-    state["param_groups"][0] |= {"fused": True, "foreach": True}
+    state["param_groups"][0] |= {"fused": True, "foreach": True, "maximize": False}
     opt.load_state_dict(state)
     train(model, opt, BATCHES, [3])
     state["param_groups"][0]["maximize"] = True
