@@ -130,10 +130,7 @@ def data(piece: Piece, seed: int) -> tuple[Tensor, Tensor]:
         return torch.randint(0, rows, (SAMPLES,), generator=generator), draw(cols)
     inputs = {"experts": (count, cols), "vector": (rows,), "conv": (cols, 3)}
     outputs = {"experts": (count, rows)}
-    return (
-        draw(*inputs.get(piece.kind, (cols,))),
-        draw(*outputs.get(piece.kind, piece.shape[:1])),
-    )
+    return (draw(*inputs.get(piece.kind, (cols,))), draw(*outputs.get(piece.kind, piece.shape[:1])))
 
 
 # ---- layouts -----------------------------------------------------------------------------

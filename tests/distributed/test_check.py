@@ -26,9 +26,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 FIXED = dmuon.KernelOptions(method="gram", backend="torch")
 
 
-# ---- faults ------------------------------------------------------------------------------
-
-
 def planted(owner, name, fault):
     """A fault in a method: ``fault(honest, rank, self, ...)`` is called in its place."""
 
@@ -71,9 +68,6 @@ def stale_weights(monkeypatch, rank):
     monkeypatch.setattr(C10dTransport, "all_gather", all_gather)
 
 
-# ---- replicated --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernels", [FIXED, dmuon.KernelOptions()])
 @distributed(2)
 def test_one_rounding_is_no_difference_but_other_bits(rank, world, kernels):
@@ -89,8 +83,6 @@ def test_one_rounding_is_no_difference_but_other_bits(rank, world, kernels):
     words = str(report).split()
     assert ("other bits" in " ".join(words)) is ("bits" in words) is kernels.is_fixed
 
-
-# ---- parallel models ---------------------------------------------------------------------
 
 BY_NAME = {case.name: case for case in (*CASES, *DEDICATED_CASES)}
 # Three axes on four ranks: each rank is a process, of which this machine may have few.
@@ -127,10 +119,7 @@ def agrees(name, layout, **kwargs):
 
 
 # Every rank builds other weights for the `dedicated` layout, where the first rank's count.
-AGREE = [
-    ("sharded", "hsdp+tp"),
-    ("dedicated", "tp+fsdp"),
-]
+AGREE = [("sharded", "hsdp+tp"), ("dedicated", "tp+fsdp")]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +134,6 @@ def test_parallel_models(rank, world, layout, name):
 def test_the_twin_has_the_weights_that_fsdp_made_of_all_ranks_weights(rank, world):
     report = check("fsdp2", seed=rank, steps=2)
     assert report.passed, str(report)
-
-
-# ---- the yardstick -----------------------------------------------------------------------
 
 
 def test_gradients_are_moved_by_less_than_a_unit_in_the_last_place():
@@ -191,10 +177,7 @@ def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world):
 
 CAST = {"layout": "dedicated", "options": dmuon.DedicatedOptions(param_dtype=BF16)}
 MASTERS = {"master_weights": True, "ns_dtype": BF16}
-HALVED = [
-    (Casting, CAST | {"ns_dtype": BF16}),
-    (Net, MASTERS | {"layout": "replicated"}),
-]
+HALVED = [(Casting, CAST | {"ns_dtype": BF16}), (Net, MASTERS | {"layout": "replicated"})]
 
 
 @pytest.mark.parametrize("number", range(len(HALVED)))
@@ -265,9 +248,6 @@ def test_errors_name_the_axes_and_the_parameters(rank, world):
 def test_data_ranks_are_counted_along_the_data_axes():
     result = doctest.testmod(dmuon.tools.equivalence)
     assert result.attempted > 0 and result.failed == 0
-
-
-# ---- the command -------------------------------------------------------------------------
 
 
 COMMAND = ["check", "--nproc", "2", "--steps", "2"]

@@ -44,9 +44,6 @@ SAVED_AT, STEPS = 3, 2  # steps before and after
 BATCHES = 12  # sequences of all ranks in a step: the same gradient on 1, 2, 3 and 4 data ranks
 
 
-# ---- layouts ---------------------------------------------------------------------------------
-
-
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan = {
         "attention.q_proj": ColwiseParallel(),
@@ -113,18 +110,13 @@ class Training(Trained):
         self.schedule.last_epoch = SAVED_AT
 
 
-# ---- torch's options -------------------------------------------------------------------------
-
 FULL = {"full_state_dict": True}
 # Full and flattened together fail in torch 2.13 for any optimizer, AdamW too.
 OPTIONS = {
     "sharded": ({}, {}),
     "flattened": ({"flatten_optimizer_state_dict": True},) * 2,
     "full": (FULL, FULL),
-    "from rank 0": (
-        {**FULL, "cpu_offload": True},
-        {**FULL, "broadcast_from_rank0": True},
-    ),
+    "from rank 0": ({**FULL, "cpu_offload": True}, {**FULL, "broadcast_from_rank0": True}),
 }
 
 
@@ -201,9 +193,6 @@ def test_adamws_moments_are_taken_over_through_a_checkpoint(rank, world, name, t
     training.close()
 
 
-# ---- files, and saves beside training ----------------------------------------------------
-
-
 def through_a_file(value: Any) -> Any:
     """As a rank's own file gives it back to those who run no code from files."""
     file = io.BytesIO()
@@ -244,8 +233,6 @@ def test_what_is_saved_beside_training_and_loaded_without_code(rank, world, name
     first.close()
     again.close()
 
-
-# ---- MuonBP ------------------------------------------------------------------------------
 
 IN_BLOCKS = {"fsdp2": "tp", "tp": "hsdp", "hsdp": "tp+fsdp", "tp+fsdp": "fsdp2"}
 FULL_STEPS = [0, 1, 3, 7]
@@ -305,9 +292,6 @@ def test_what_a_process_measures_does_not_change_how_training_goes_on(rank, worl
     assert again.opt.stats()["kernels"]["ran"] == ran
     assert_bitwise(again.weights(), expected, name)
     again.close()
-
-
-# ---- of another model --------------------------------------------------------------------------
 
 
 MIX, NORM = "blocks.0.mix.weight", "blocks.0.norm.weight"

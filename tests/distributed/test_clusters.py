@@ -89,8 +89,6 @@ def check(printed: str, steps: int = STEPS) -> None:
         opt.zero_grad()
 
 
-# ---- two nodes -------------------------------------------------------------------------------
-
 ON_NODE = """#!/bin/bash
 export PATH={path} PYTHONPATH={repository} OMP_NUM_THREADS=1
 node=$1 host=$2; shift 2
@@ -179,9 +177,6 @@ def test_two_nodes(start: Any, cluster: Path) -> None:
     check(printed, 3)
 
 
-# ---- Ray -------------------------------------------------------------------------------------
-
-
 def test_ray(tmp_path: Path) -> None:
     """``pip install 'ray[train]'`` in an environment of its own, and run this test there."""
     pytest.importorskip("ray")
@@ -192,8 +187,6 @@ def test_ray(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-10"
     check(printed)
 
-
-# ---- a node that is lost ---------------------------------------------------------------------
 
 # Three agents of torchrun at the same moment; the last one's node is lost.
 AGENTS = """

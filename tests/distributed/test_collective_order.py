@@ -333,10 +333,7 @@ def test_orders_where_a_block_misses_a_gradient(rank, world):
 
 
 # Which ranks use the spare layer at a step.
-PATTERNS = [
-    lambda step, rank: (step + rank) % 2 == 0,
-    lambda step, rank: step % 3 == 0,
-]
+PATTERNS = [lambda step, rank: (step + rank) % 2 == 0, lambda step, rank: step % 3 == 0]
 
 
 @layouts("dedicated", "reduced")

@@ -21,8 +21,6 @@ from tests.distributed.layouts import IN_TURN, layouts, mesh_of, shard_units
 from tests.distributed.models import Net, Pieces, batch, seeded, weights
 from tests.distributed.twins import MUON, Both, both
 
-# ---- reading and writing ---------------------------------------------------------------------
-
 
 @distributed(2)
 def test_weights_can_be_read_inside_materialized_only(rank, world):
@@ -74,9 +72,6 @@ def test_what_is_written_inside_materialized_persists(rank, world):
             pair.check()
 
 
-# ---- closing ---------------------------------------------------------------------------------
-
-
 def assert_ordinary(model, twin):
     """Whole trained weights on this rank, in a model that nothing of dmuon is left in."""
     expected = dict(twin.named_parameters())
@@ -113,9 +108,6 @@ def test_closing_at_any_time_and_dedicating_again(rank, world):
         pair.backward(9)  # gradients that no step takes
         pair.own.close()
         assert_ordinary(pair.model, pair.twin)
-
-
-# ---- fully_shard -------------------------------------------------------------------------
 
 
 def dedicated(model, world):
@@ -182,9 +174,6 @@ def test_what_is_refused_under_tp(rank, world):
     with pytest.raises(OwnershipError, match="a slice of a weight only"):
         dmuon.Muon(model, **MUON, master_weights=True)
     own.close()
-
-
-# ---- placeholders ------------------------------------------------------------------------
 
 
 @distributed(2)
@@ -271,9 +260,6 @@ def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, worl
     assert torch.equal(net.mid.weight, seeded(seed=2).mid.weight)
 
 
-# ---- exceptions --------------------------------------------------------------------------
-
-
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -293,14 +279,11 @@ def fail_in(phase):
     return hook
 
 
-@pytest.mark.parametrize(
-    "layout, phase, who",
-    [
-        ("dedicated", "forward", "one"),
-        ("dedicated", "backward", "all"),
-        ("reduced", "backward", "one"),
-    ],
-)
+@pytest.mark.parametrize("layout, phase, who", [
+    ("dedicated", "forward", "one"),
+    ("dedicated", "backward", "all"),
+    ("reduced", "backward", "one"),
+])  # fmt: skip
 @distributed(2)
 def test_the_step_after_an_exception_works(rank, world, layout, phase, who):
     """After one in backward every rank drops the batch. After one in the forward pass of one rank
@@ -322,9 +305,6 @@ def test_the_step_after_an_exception_works(rank, world, layout, phase, who):
             pair.joint_backward(step, without=1 if step == 1 else None)
             pair.advance()
         pair.check()
-
-
-# ---- the meta device ---------------------------------------------------------------------
 
 
 @distributed(2)

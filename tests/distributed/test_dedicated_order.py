@@ -203,8 +203,6 @@ def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
     assert waited(prefetch=0) == 7
 
 
-# ---- memory ------------------------------------------------------------------------------
-
 WIDE = partial(Chain, *[96] * 9)  # large matrices and hardly any activations
 MATRIX = 4 * 96 * 96
 

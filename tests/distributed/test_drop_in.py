@@ -31,9 +31,6 @@ from tests.distributed.twins import MUON, both
 STEPS = 3
 
 
-# ---- one line, on every kind of parallelism -----------------------------------------------------
-
-
 class Telling(ParallelModel):
     """Names alone say what its parameters are."""
 
@@ -107,9 +104,6 @@ def test_one_line_is_three_lines_and_the_reference(rank, world, layout):
     forms += ["bare before", "groups of bare", "a list of children before", "a wrapper before"]
     for form in forms:
         assert_bitwise(trained(layout, form), by_three, form)
-
-
-# ---- around an optimizer ------------------------------------------------------------------------
 
 
 @distributed(2)

@@ -22,9 +22,6 @@ from tests.distributed.twins import both
 TOLERANCE = 1e-5
 
 
-# ---- sums and means --------------------------------------------------------------------------
-
-
 @layouts("fsdp2", "reduced ddp")
 def test_no_sync_sends_nothing_and_puts_back_what_was_set(rank, world, layout):
     # Before anything is planned, too.
@@ -37,9 +34,6 @@ def test_no_sync_sends_nothing_and_puts_back_what_was_set(rank, world, layout):
         pair.both_backward(1)
         pair.advance()
         pair.check()
-
-
-# ---- clipping --------------------------------------------------------------------------------
 
 
 CLIPPED = [
@@ -89,8 +83,6 @@ def test_clipping_a_non_finite_norm(rank, world, layout):
         assert torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True))
 
 
-# ---- GradScaler ------------------------------------------------------------------------------
-
 SCALES = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]  # the third step is skipped
 
 
@@ -102,11 +94,7 @@ def spoil(model, name, value):
 
 @pytest.mark.parametrize(
     ("layout", "where", "unscale", "period"),
-    [
-        ("ddp", "loss", True, 1),
-        ("ddp", "other", True, 1),
-        ("fsdp2", "matrix", True, 3),
-    ],
+    [("ddp", "loss", True, 1), ("ddp", "other", True, 1), ("fsdp2", "matrix", True, 3)],
 )
 @distributed(2)
 def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
@@ -149,9 +137,6 @@ def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
         found = gathered(scales)
         assert found == [SCALES] * world, f"scales by rank and step: {found}"
         pair.check() if period == 1 else None
-
-
-# ---- sparse gradients ------------------------------------------------------------------------
 
 
 class SparseAtWill(nn.Module):

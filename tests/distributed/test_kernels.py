@@ -135,10 +135,7 @@ class Alike(nn.Module):
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "period"),
-    [
-        ("dedicated", torch.bfloat16, 1),
-        ("fsdp2", torch.bfloat16, math.inf),
-    ],
+    [("dedicated", torch.bfloat16, 1), ("fsdp2", torch.bfloat16, math.inf)],
 )
 @distributed(2)
 def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype, period):

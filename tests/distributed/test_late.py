@@ -79,11 +79,7 @@ def test_where_a_head_is_trained_first_all_matrices_come_late(rank, world):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "on"),
-    [
-        ("fsdp2", "group", "host"),
-        ("ddp", "unfrozen", "accelerator"),
-    ],
+    ("kind", "how", "on"), [("fsdp2", "group", "host"), ("ddp", "unfrozen", "accelerator")]
 )
 @distributed(2)
 def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how, on):

@@ -56,9 +56,6 @@ def resources() -> dict[str, Any]:
     return found
 
 
-# ---- nothing is left -------------------------------------------------------------------------
-
-
 @cases("ddp", "dedicated hsdp")
 def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name):
     mesh, hooks, seen = mesh_for(name), [], []
@@ -83,9 +80,6 @@ def test_nothing_is_left_of_models_that_are_closed_or_dropped(rank, world, name)
     assert seen[1] == seen[4] == closed, f"closed: {seen}"
     assert seen[3] == dropped, f"dropped: {seen}"
     assert bool(hooks) is name.startswith("dedicated"), "those of a running optimizer are seen"
-
-
-# ---- a notebook ------------------------------------------------------------------------------
 
 
 def collected() -> dict[str, Any]:
@@ -127,9 +121,6 @@ def test_a_second_optimizer_for_the_same_model(rank, world, name):
     assert_bitwise(training.weights(), expected.weights(), name)
     training.close()
     expected.close()
-
-
-# ---- what fails on one rank while a plan is carried out -----------------------------------------
 
 
 def places_of(runtime: type) -> dict[str, tuple[Any, str]]:

@@ -632,10 +632,7 @@ CHANGED = {
 @distributed(2)
 def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
     """Each is another one on the last rank, for one step."""
-    with (
-        host_cannot_read() if on == "accelerator" else nullcontext(),
-        both(Net, kind) as pair,
-    ):
+    with host_cannot_read() if on == "accelerator" else nullcontext(), both(Net, kind) as pair:
         pair.train_alone([0])
         (group,) = pair.opt.param_groups
         own = {"muon_step", "muon_last_full", "muon_period", "variant", "momentum_dtype"}

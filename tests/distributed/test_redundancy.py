@@ -244,9 +244,6 @@ def test_ranks_that_round_otherwise_compute_nothing_twice(rank, world):
             dmuon.dedicate_params(laid_out(LAID["hsdp"][0])[0], **asked("hsdp", "replicas"))
 
 
-# ---- links ---------------------------------------------------------------------------------
-
-
 @distributed(4)
 def test_links_that_are_given_are_reckoned_with(rank, world, tmp_path):
     """On CPUs beside what their cores do for sending, which is measured."""

@@ -23,29 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.dtensors import whole_tensor
 from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import (
-    LAYOUTS,
-    Layout,
-    mesh_of,
-    shard_units,
-    sharded,
-)
-from tests.distributed.models import (
-    Casting,
-    Net,
-    Used,
-    batch,
-    loss_of,
-    net_of,
-    tied,
-    weights,
-)
+from tests.distributed.layouts import LAYOUTS, Layout, mesh_of, shard_units, sharded
+from tests.distributed.models import Casting, Net, Used, batch, loss_of, net_of, tied, weights
 from tests.distributed.twins import Rows, both, follow
 
 BF16 = torch.bfloat16
 ROWS = Rows()
-
-# ---- settings, models and meshes ----------------------------------------------------------------
 
 
 def in_another_order() -> DeviceMesh:
@@ -66,8 +49,6 @@ def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 CUBE = {"mesh": (2, 1, 2), "axes": ("replicate", "shard", "tp"), "wrap": parallel}
 ROWS.add("replicas and columns", replace(LAYOUTS["dedicated"], **CUBE))
-
-# ---- unusual models, and what DDP offers -----------------------------------------------------
 
 
 class TwoMatrices(nn.Module):
@@ -97,8 +78,6 @@ def over_a_mesh(model):
 
 
 ROWS.add("DDP over a mesh", "reduced", build=Used, wrap=over_a_mesh)
-
-# ---- what FSDP2 offers -----------------------------------------------------------------------
 
 
 def together(model, mesh):
@@ -200,9 +179,6 @@ def test_training_follows_the_reference(rank, world, name):
     ROWS.follow(name)
 
 
-# ---- what also says something of the plan ----------------------------------------------------
-
-
 @distributed(4)
 def test_two_ownerships_on_halves_of_the_ranks(rank, world):
     mesh = mesh_of((2, 2), ("stage", "dp"))
@@ -211,9 +187,6 @@ def test_two_ownerships_on_halves_of_the_ranks(rank, world):
         assert pair.own.plan.topology.world == 2 and pair.own.rank == pair.data_rank == data_rank
         pair.train(range(2))
         pair.check()
-
-
-# ---- dtypes ----------------------------------------------------------------------------------
 
 
 def as_bfloat16(twin, names):
@@ -284,9 +257,6 @@ def test_mixed_precision_of_both(rank, world):
             change = expected[name] - before[name]
             if float(change.norm()):
                 assert (weight - expected[name]).norm() <= 0.05 * change.norm(), name
-
-
-# ---- around a model --------------------------------------------------------------------------
 
 
 @distributed(2)

@@ -52,9 +52,6 @@ def step_and_wait(pair: Both) -> None:
     pair.opt.synchronize()
 
 
-# ---- memory ------------------------------------------------------------------------------
-
-
 def peak_bytes(action: Any) -> tuple[int, int]:
     """Most bytes that were alive at once beyond those at the start, and how many are left."""
     gc.collect()  # what goes during the action would count against it
@@ -113,9 +110,6 @@ def test_memory_of_a_step_at_owners_follows_the_formula(rank, world, layout):
         assert left <= kept + 4096 and most <= kept + passes + 16384, (most, left, formula)
         # An owner may be done with its batch before the buffers of others have memory.
         assert max(gathered((most - kept) / passes)) >= 0.9 or layout == "reduced", formula
-
-
-# ---- waiting -----------------------------------------------------------------------------
 
 
 @distributed(2)

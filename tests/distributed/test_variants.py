@@ -21,11 +21,7 @@ from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import distributed
 from tests.distributed.layouts import mesh_of
 from tests.distributed.matrix import Damped
-from tests.distributed.test_checkpoints import (
-    CASES,
-    Training,
-    cases,
-)
+from tests.distributed.test_checkpoints import CASES, Training, cases
 
 
 def small_model() -> ParallelModel:

@@ -163,18 +163,12 @@ def test_it_may_be_made_before_the_process_group(monkeypatch):
             optimizer.report()
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, {}),
-        ({"ns_steps": 6}, {"ns_steps": 6}),
-        ("ns_steps=6,nesterov=False", {"ns_steps": 6, "nesterov": False}),
-        (
-            "betas=(0.9, 0.95), ns_dtype=float32",
-            {"adamw_betas": (0.9, 0.95), "ns_dtype": "float32"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    (None, {}),
+    ({"ns_steps": 6}, {"ns_steps": 6}),
+    ("ns_steps=6,nesterov=False", {"ns_steps": 6, "nesterov": False}),
+    ("betas=(0.9, 0.95), ns_dtype=float32", {"adamw_betas": (0.9, 0.95), "ns_dtype": "float32"}),
+])  # fmt: skip
 def test_keyword_arguments_as_text(given, expected):
     assert keywords(given) == expected
 

@@ -42,10 +42,7 @@ class Module(lightning.LightningModule):
             self.named_parameters() if self.given == "named parameters" else self
         )
         schedule = common.schedule_of(optimizer)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, tokens: Tensor, number: int) -> Tensor:
         if self.given != "module":

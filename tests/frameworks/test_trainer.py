@@ -28,12 +28,7 @@ class Weights(transformers.TrainerCallback):
 
 
 def train(
-    folder: Path | str,
-    world: int,
-    *,
-    resume: bool = False,
-    how: str = "factory",
-    **changes: Any,
+    folder: Path | str, world: int, *, resume: bool = False, how: str = "factory", **changes: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of the steps taken, and the last weights."""
     arguments = transformers.TrainingArguments(
@@ -58,11 +53,7 @@ def train(
     }[how]
     kept = Weights()
     trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=common.Examples(),
-        callbacks=[kept],
-        **optimizer,
+        model, arguments, train_dataset=common.Examples(), callbacks=[kept], **optimizer
     )
     at = f"{folder}/checkpoint-{common.SAVED}" if resume else None
     trainer.train(resume_from_checkpoint=at)

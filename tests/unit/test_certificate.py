@@ -123,10 +123,7 @@ def test_a_lie_is_found(plan, lie):
 
 @pytest.mark.parametrize(
     ("changes", "missing"),
-    [
-        ({"proof": None}, "no proof"),
-        ({"prices": (), "proof": None}, "no prices"),
-    ],
+    [({"proof": None}, "no proof"), ({"prices": (), "proof": None}, "no prices")],
 )
 def test_what_is_missing_leaves_a_plan_valid_and_its_bound_unproven(plan, changes, missing):
     bare = replace(plan, **changes)

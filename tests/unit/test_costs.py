@@ -151,18 +151,15 @@ def test_a_table_comes_back_from_json_as_it_was(table):
 GOOD = json.loads(measured({A: {1: 1.0}}).to_json())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("not json at all", "expected JSON, found 'not json"),
-        ('{"format": "dmuon plan"}', "'dmuon plan', expected 'dmuon cost table'"),
-        (json.dumps(GOOD | {"version": 99}), "version 99, this dmuon reads version 1"),
-        (json.dumps(GOOD | {"entries": [{"rows": 1}]}), "damaged.*cols"),
-        (json.dumps(GOOD | {"entries": GOOD["entries"] * 2}), "damaged.*twice"),
-        (json.dumps(GOOD).replace("1.0", "Infinity"), "inf"),
-        (None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("not json at all", "expected JSON, found 'not json"),
+    ('{"format": "dmuon plan"}', "'dmuon plan', expected 'dmuon cost table'"),
+    (json.dumps(GOOD | {"version": 99}), "version 99, this dmuon reads version 1"),
+    (json.dumps(GOOD | {"entries": [{"rows": 1}]}), "damaged.*cols"),
+    (json.dumps(GOOD | {"entries": GOOD["entries"] * 2}), "damaged.*twice"),
+    (json.dumps(GOOD).replace("1.0", "Infinity"), "inf"),
+    (None, "cannot be read"),
+])  # fmt: skip
 def test_what_is_no_cost_table_is_refused_by_the_name_of_its_file(tmp_path, text, message):
     path = tmp_path / "costs.json"
     if text is not None:

@@ -24,15 +24,12 @@ TEMPORARIES = ("norms", "passes", "transposes", "products", "updates")
 BF16 = {"dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("world", "how", "launches", "per_element"),
-    [
-        # Bytes an element: 8 for norms; 8 + 4 + 2 for momentum and operand; 2 + 4 to its place and
-        # 2 + 2 from it at the owner, 2 for the RMS of updates; 2 + 4 + 4 for weights.
-        (8, {}, 215, 42),
-        (8, BF16 | {"master_weights": True, "period": 3}, 255, 34),
-    ],
-)
+@pytest.mark.parametrize(("world", "how", "launches", "per_element"), [
+    # Bytes an element: 8 for norms; 8 + 4 + 2 for momentum and operand; 2 + 4 to its place and
+    # 2 + 2 from it at the owner, 2 for the RMS of updates; 2 + 4 + 4 for weights.
+    (8, {}, 215, 42),
+    (8, BF16 | {"master_weights": True, "period": 3}, 255, 34),
+])  # fmt: skip
 def test_a_step_at_real_sizes(world, how, launches, per_element):
     """Beside weights, gradients and optimizer state it takes two buckets each way of what a rank
     has and of what it owns, and two of the largest matrix, for assembling and Newton-Schulz."""

@@ -55,8 +55,6 @@ def cache_file() -> str:
         return Path(folder, KEY.file_name()).read_text()
 
 
-# ---- damage ------------------------------------------------------------------------------
-
 VALUES = st.sampled_from(
     [None, True, -1, 0, 1, 2, 7, 0.5, 1e15, 1e308, math.inf, math.nan, 2**62, 10**30, "", "x"]
     + ["optimal", "gram[9]/torch/float32", [], {}, [[]], [0], [1.0, 2.0], {"x": 1}]
@@ -157,9 +155,6 @@ def test_an_error_names_the_field_what_was_found_and_what_was_expected(path, val
         OwnershipPlan.from_json(json.dumps(data))
 
 
-# ---- what is no file -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -211,9 +206,6 @@ def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
         assert "\\x1b[2J\\u202e\\r\\x07" in text.replace("<wbr/>", "").replace("\n", "")
     for text in [*found, shown.err]:
         assert all(c.isprintable() or c == "\n" for c in text)
-
-
-# ---- cost tables and the cache -----------------------------------------------------------
 
 
 @settings(many, max_examples=30)
@@ -272,9 +264,6 @@ def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
     assert main(["plan", "--verify", str(path)]) == 2
     told = "too large to plan or to verify: 105,000,000 shapes"
     assert told in " ".join(capsys.readouterr().err.split())
-
-
-# ---- too large, and crashes ----------------------------------------------------------------
 
 
 def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):

@@ -16,16 +16,7 @@ from torch.nn.utils import parametrizations
 
 import dmuon
 from dmuon.types import OwnershipError, SelectionError
-from tests.unit.models import (
-    Mixed,
-    TinyGPT,
-    assert_bitwise,
-    clone,
-    tokens,
-    train,
-    tree,
-    weights,
-)
+from tests.unit.models import Mixed, TinyGPT, assert_bitwise, clone, tokens, train, tree, weights
 
 Form = Callable[[nn.Module], Any]
 

@@ -26,9 +26,6 @@ def failing(error: BaseException) -> Any:
     return mock.Mock(side_effect=error)
 
 
-# ---- rows --------------------------------------------------------------------------------
-
-
 def test_every_row_is_on_disk_whatever_others_raise(tmp_path):
     path = tmp_path / "new" / "rows.json"
     rows = Rows(str(path), CPU)
@@ -60,9 +57,6 @@ def test_every_row_is_on_disk_whatever_others_raise(tmp_path):
     assert again.attempt("late", lambda: {}) and not again.attempt("b", failing(AssertionError()))
 
 
-# ---- parts -------------------------------------------------------------------------------
-
-
 BEGIN = """
 import json, os, signal, subprocess, sys
 path = sys.argv[sys.argv.index("--json") + 1]
@@ -79,16 +73,13 @@ def part(code: str) -> gpu.Part:
     return gpu.Part("one", "", 60.0, ("-S", "-c", BEGIN + code))
 
 
-@pytest.mark.parametrize(
-    ("code", "limit_s", "note"),
-    [
-        ("rows({'name': 'a', 'passed': True})", 60.0, ""),
-        ("rows({'name': 'a', 'passed': False})", 60.0, "1 of 1 rows: a: out of its limit"),
-        ("rows(left_out=['a'])", 60.0, "no time for 1 rows: a, ..., wrote no rows"),
-        ("os.abort()", 60.0, "exit code -6"),
-        ("stubborn()", 1.0, "out of time"),
-    ],
-)
+@pytest.mark.parametrize(("code", "limit_s", "note"), [
+    ("rows({'name': 'a', 'passed': True})", 60.0, ""),
+    ("rows({'name': 'a', 'passed': False})", 60.0, "1 of 1 rows: a: out of its limit"),
+    ("rows(left_out=['a'])", 60.0, "no time for 1 rows: a, ..., wrote no rows"),
+    ("os.abort()", 60.0, "exit code -6"),
+    ("stubborn()", 1.0, "out of time"),
+])  # fmt: skip
 def test_how_a_part_ends(tmp_path, monkeypatch, code, limit_s, note):
     monkeypatch.setattr(gpu, "GRACE_S", 1.0)
     outcome = gpu.run_part(part(code), tmp_path, limit_s)
@@ -144,9 +135,6 @@ def test_parts_fit_calls_and_what_had_no_time_is_waiting():
     assert left == [*names[2:], "smoke"], "what had its time comes last"
 
 
-# ---- the whole ---------------------------------------------------------------------------
-
-
 def test_the_smoke_run_trains_every_layout():
     rows = Rows(None, CPU)
     gpu_parts.smoke(rows, CPU, toy=True)
@@ -171,9 +159,6 @@ def test_a_whole_step_and_the_profiles_of_both_kinds(tmp_path):
     gpu_parts.whole(rows, CPU, toy=True)
     assert [row["contender"] for row in rows.rows] == ["dmuon.Muon", "torch.optim.Muon"]
     assert all(row["median_ms"] > 0 for row in rows.rows) and rows.rows[0]["lists"] == "torch"
-
-
-# ---- verdicts ----------------------------------------------------------------------------
 
 
 def test_accuracy_sees_a_wrong_kernel_and_runs_both_ways(monkeypatch):

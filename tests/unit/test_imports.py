@@ -212,7 +212,7 @@ def private_torch_names(source: str) -> set[str]:
 # Names that have no public counterpart, each in one place.
 PRIVATE_EXCEPTIONS = {
     # "When this backward is done"; FSDP2 uses the same queue.
-    "dmuon.comm.reducer": {"torch.autograd.Variable._execution_engine.queue_callback"},
+    "dmuon.comm.reducer": {"torch.autograd.Variable._execution_engine.queue_callback"}
 }
 
 

@@ -15,7 +15,6 @@ from benchmarks.kernels import Case, Contender, Piece
 
 CPU, F32 = torch.device("cpu"), torch.float32
 MIXED = Case("mixed", ((5, 48, 96), (2, 96, 48), (1, 48, 48), (3, 20, 30)))
-# ---- cases and arithmetic ----------------------------------------------------------------
 
 
 def test_flops():
@@ -25,9 +24,6 @@ def test_flops():
     assert kernels.floor_flops(square, torch.float16) == 20 * 64**3
     assert kernels.floor_flops(wide, torch.float16) == 3 * (6 * 4 + 14) * 64**3
     assert kernels.floor_flops(wide, torch.bfloat16) == 3 * (9 * 4 + 11) * 64**3
-
-
-# ---- contenders --------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -50,19 +46,13 @@ def test_all_contenders_compute_the_same():
         assert kernels.error_of(broken, references) == pytest.approx(0.01, rel=0.1)
 
 
-# ---- verdicts and the command ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ratio", "dtype", "emulated", "missed"),
-    [
-        (0.60, "bfloat16", False, 0),
-        (0.63, "bfloat16", False, 1),
-        (1.04, "float32", True, 2),
-        (1.04, "bfloat16", True, 0),
-        (None, "bfloat16", False, 0),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "dtype", "emulated", "missed"), [
+    (0.60, "bfloat16", False, 0),
+    (0.63, "bfloat16", False, 1),
+    (1.04, "float32", True, 2),
+    (1.04, "bfloat16", True, 0),
+    (None, "bfloat16", False, 0),
+])  # fmt: skip
 def test_what_counts_as_missed(tmp_path, capsys, ratio, dtype, emulated, missed):
     row = {"case": "1024 x 4096", "dtype": dtype, "threads": 1, "contender": "ours"}
     row |= {"failure": "too slow"} if ratio is None else {"ratio_to_standard": ratio}

@@ -70,15 +70,12 @@ class Mirrored:
         out.copy_(value + diag * torch.eye(len(value[0]), dtype=value.dtype))
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes", "by_rows"),
-    [
-        ((2, 32, 64), {(32, 64), (32, 32)}, {True}),
-        ((2, 64, 32), {(32, 64), (32, 32)}, {True, False}),  # a tall X as it is stored
-        ((2, 32, 50), {(32, 32)}, {True}),  # X X^T by torch
-        ((2, 17, 64), set(), set()),
-    ],
-)
+@pytest.mark.parametrize(("shape", "sizes", "by_rows"), [
+    ((2, 32, 64), {(32, 64), (32, 32)}, {True}),
+    ((2, 64, 32), {(32, 64), (32, 32)}, {True, False}),  # a tall X as it is stored
+    ((2, 32, 50), {(32, 32)}, {True}),  # X X^T by torch
+    ((2, 17, 64), set(), set()),
+])  # fmt: skip
 @pytest.mark.parametrize("restarts", [(1, 2, 3, 4), (2,)])
 def test_symmetric_kernels_get_even_sizes_and_factors_by_rows(shape, sizes, by_rows, restarts):
     """All of them are symmetric, so no factor need be read column by column."""
@@ -162,17 +159,14 @@ def test_products_get_memory_that_they_are_fast_on(shape, method, backend):
 # ---- choices and backends ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype", "message"),
-    [
-        ("gram[3]", BF16, r"'gram\[3\]' diverges in torch.bfloat16 .* use 'gram\[1,3\]'"),
-        ("gram[1]", F16, r"diverges in torch.float16 .*at most 3 steps.* use 'gram\[2\]'"),
-        ("gram[5]", F32, "increase from 1 to at most 4"),
-        ("gram[2,2]", F32, "restarts must increase"),
-        ("gram[]", F32, "method must be one of"),
-        ("fast", F32, "method must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("method", "dtype", "message"), [
+    ("gram[3]", BF16, r"'gram\[3\]' diverges in torch.bfloat16 .* use 'gram\[1,3\]'"),
+    ("gram[1]", F16, r"diverges in torch.float16 .*at most 3 steps.* use 'gram\[2\]'"),
+    ("gram[5]", F32, "increase from 1 to at most 4"),
+    ("gram[2,2]", F32, "restarts must increase"),
+    ("gram[]", F32, "method must be one of"),
+    ("fast", F32, "method must be one of"),
+])  # fmt: skip
 def test_unsafe_or_unknown_methods_are_refused(method, dtype, message):
     with pytest.raises(ValueError, match=message):
         fixed_choice(64, 256, dtype, CPU, 5, method)

@@ -48,9 +48,6 @@ def copies(plan: OwnershipPlan) -> dict[int, int]:
     return found
 
 
-# ---- what is chosen ------------------------------------------------------------------------
-
-
 def test_where_the_link_is_slow_replicas_compute_by_themselves():
     slow = chosen(nic="10Gb/node")[0]
     fast = chosen(nic="400Gb/gpu", model="llama3-8b")[0]
@@ -134,14 +131,11 @@ def test_what_is_asked_for_is_planned(layout, redundancy):
         chosen(layout=layout, redundancy=3)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "nic", "each"),
-    [
-        ("gpt2", (2, 2), "1Gb/node", 2),
-        ("gpt2", (4, 2), "400Gb/node", 2),  # buckets for copies
-        ("qwen2.5-0.5b", (16,), "400Gb/gpu", 8),
-    ],
-)
+@pytest.mark.parametrize(("model", "shape", "nic", "each"), [
+    ("gpt2", (2, 2), "1Gb/node", 2),
+    ("gpt2", (4, 2), "400Gb/node", 2),  # buckets for copies
+    ("qwen2.5-0.5b", (16,), "400Gb/gpu", 8),
+])  # fmt: skip
 def test_no_solver_has_a_shorter_step(model, shape, nic, each):
     """Though a plan with the best makespan may have the longer one."""
     ms = {

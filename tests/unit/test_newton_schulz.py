@@ -65,16 +65,13 @@ def test_steps_always_count():
     assert resolve_coefficients("simple", 0) == ()
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "steps", "message"),
-    [
-        ("polar", 5, "'polar_express', 'quintic'"),
-        ([QUINTIC] * 4, 5, r"4 coefficient triples for steps=5.*set steps=4"),
-        ((1.0, 2.0, math.nan), 5, "three finite numbers"),
-        (3.0, 5, "three finite numbers"),
-        ("simple", -1, "steps must be an integer >= 0, found -1"),
-    ],
-)
+@pytest.mark.parametrize(("coefficients", "steps", "message"), [
+    ("polar", 5, "'polar_express', 'quintic'"),
+    ([QUINTIC] * 4, 5, r"4 coefficient triples for steps=5.*set steps=4"),
+    ((1.0, 2.0, math.nan), 5, "three finite numbers"),
+    (3.0, 5, "three finite numbers"),
+    ("simple", -1, "steps must be an integer >= 0, found -1"),
+])  # fmt: skip
 def test_bad_coefficients(coefficients, steps, message):
     with pytest.raises(ValueError, match=message):
         resolve_coefficients(coefficients, steps)
@@ -271,21 +268,18 @@ def test_autocast_does_not_reach_in_and_meta_tensors_give_shapes():
     assert found.shape == (2, 300, 100) and found.dtype == F32
 
 
-@pytest.mark.parametrize(
-    ("x", "options", "message"),
-    [
-        ([[1.0]], {}, "expects a torch.Tensor, found list"),
-        (torch.ones(2, 3, dtype=torch.int64), {}, r"torch.int64: .*x.float\(\)"),
-        (torch.ones(2, 3, dtype=torch.complex64), {}, "torch.complex64"),
-        (torch.ones(2, 3).to_sparse(), {}, r"sparse_coo.*x.to_dense\(\)"),
-        (torch.ones(3), {}, r"found shape \(3,\); leave vectors to AdamW"),
-        (torch.ones(2, 3), {"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
-        (torch.ones(2, 3), {"dtype": "bf16"}, "found 'bf16'"),
-        (torch.ones(2, 3), {"dtype": torch.int8}, "float32, float64, found torch.int8"),
-        (torch.ones(2, 3), {"eps": 0.0}, "eps must be a finite number > 0"),
-        (torch.ones(0, 3), {"steps": -2}, "found -2"),
-    ],
-)
+@pytest.mark.parametrize(("x", "options", "message"), [
+    ([[1.0]], {}, "expects a torch.Tensor, found list"),
+    (torch.ones(2, 3, dtype=torch.int64), {}, r"torch.int64: .*x.float\(\)"),
+    (torch.ones(2, 3, dtype=torch.complex64), {}, "torch.complex64"),
+    (torch.ones(2, 3).to_sparse(), {}, r"sparse_coo.*x.to_dense\(\)"),
+    (torch.ones(3), {}, r"found shape \(3,\); leave vectors to AdamW"),
+    (torch.ones(2, 3), {"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
+    (torch.ones(2, 3), {"dtype": "bf16"}, "found 'bf16'"),
+    (torch.ones(2, 3), {"dtype": torch.int8}, "float32, float64, found torch.int8"),
+    (torch.ones(2, 3), {"eps": 0.0}, "eps must be a finite number > 0"),
+    (torch.ones(0, 3), {"steps": -2}, "found -2"),
+])  # fmt: skip
 def test_bad_inputs_and_options(x, options, message):
     is_type = not options and "found shape" not in message
     with pytest.raises(TypeError if is_type else ValueError, match=message):

@@ -48,9 +48,6 @@ def test_layers_of_a_transformer_have_an_owner_for_each_matrix(nodes, dealing):
     assert found[1] < 2.0
 
 
-# ---- names -------------------------------------------------------------------------------
-
-
 def test_layer_of():
     layers = {
         "blocks.3.attn.q.weight": "blocks.3", "0.weight": "0", "a.1.b.2.weight": "a.1",

@@ -171,17 +171,14 @@ def test_a_function_gives_the_model(user_module, capsys):
     assert (out, err) == ("", "building\n")
 
 
-@pytest.mark.parametrize(
-    ("source", "function", "complaint"),
-    [
-        ("", "build", "no function 'build'"),
-        ("def build(width): pass", "build", r"failed: TypeError.*width"),
-        ("def build(): raise KeyError('depth')", "build", r"failed: KeyError\('depth'\)"),
-        ("def build(): return {}", "build", "returned dict, expected a torch.nn.Module"),
-        ("1 / 0", "build", r"importing .* failed: ZeroDivisionError"),
-        ("raise SystemExit", "build", r"importing .* failed: SystemExit"),
-    ],
-)
+@pytest.mark.parametrize(("source", "function", "complaint"), [
+    ("", "build", "no function 'build'"),
+    ("def build(width): pass", "build", r"failed: TypeError.*width"),
+    ("def build(): raise KeyError('depth')", "build", r"failed: KeyError\('depth'\)"),
+    ("def build(): return {}", "build", "returned dict, expected a torch.nn.Module"),
+    ("1 / 0", "build", r"importing .* failed: ZeroDivisionError"),
+    ("raise SystemExit", "build", r"importing .* failed: SystemExit"),
+])  # fmt: skip
 def test_a_function_that_gives_no_model_is_a_clear_error(user_module, source, function, complaint):
     with pytest.raises(PlanError, match=complaint):
         model_specs(f"{user_module(source)}:{function}")

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import published
-from benchmarks.published import (
-    document,
-    missed,
-    rows,
-    summary,
-)
+from benchmarks.published import document, missed, rows, summary
 from dmuon.scheduler.costs import ANALYTIC_DEVICES
 
 # What a row may say; no rate and no time of a device is among it.

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.reference import ReferenceMuon
-from tests.unit.models import (
-    assert_bitwise,
-    tree,
-)
+from tests.unit.models import assert_bitwise, tree
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = [(8, 20), (20, 8), (12, 12), (3, 65)]

@@ -28,8 +28,6 @@ EMA = Hyper(0.1, 0.5, None, momentum=0.9)
 SGD = Hyper(0.1, 0.5, None, momentum=0.9, mode="sgd", dampening=0.25)
 
 
-# ---- masters -------------------------------------------------------------------------------
-
 SHAPES = [(), (3,), (0, 4), (64, 96), (300, 512), (3, 200, 300)]  # joined, alone, and in parts
 
 
@@ -94,9 +92,6 @@ def test_norms_of_lists_are_right_over_the_whole_range(dtype):
                 expected = torch.linalg.vector_norm(t.double(), order)
                 assert norm.dtype is torch.float64 and norm.ndim == 0
                 assert abs(norm - expected) <= 1e-12 * expected
-
-
-# ---- what goes to Triton ---------------------------------------------------------------------
 
 
 class Noted:
@@ -174,9 +169,6 @@ def test_parts_of_matrices_are_copied_in_few_calls(noted):
     found = [(shapes, turned) for _, shapes, turned in noted.seen]
     columns, transposed = torch.Size([4, 2]), torch.Size([4, 3])
     assert found == [([columns, torch.Size([2, 1])], False), ([transposed], True)]
-
-
-# ---- variants ------------------------------------------------------------------------------
 
 
 def test_a_rule_says_what_it_is():

@@ -74,17 +74,11 @@ def built(monkeypatch) -> list[list[Tensor]]:
     return found
 
 
-# ---- running -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "kernel"),
-    [
-        ((2, 6, 9), "standard/torch"),
-        ((1, 9, 6), "gram[1,3]/torch"),
-        ((2, 6, 9), "gram[2]/torch_strips"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "kernel"), [
+    ((2, 6, 9), "standard/torch"),
+    ((1, 9, 6), "gram[1,3]/torch"),
+    ((2, 6, 9), "gram[2]/torch_strips"),
+])  # fmt: skip
 @pytest.mark.parametrize("with_graphs", [False, True])
 @pytest.mark.parametrize("where", ["own", "lasting", "elsewhere"])
 def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_graphs, where):
@@ -163,9 +157,6 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
         assert str(Orthogonalizer(CPU, BF16).choice(call)) == (kernel if fits else str(rule))
 
 
-# ---- graphs, with a capture that is not CUDA's -------------------------------------------------
-
-
 def test_graphs_are_captured_when_memory_is_reserved():
     """Not in a step, because capturing waits for the device."""
     recorder = Recorder()
@@ -199,9 +190,6 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
         check(runner, call, 2, 3)
     state = runner.report()["cuda_graphs"]
     assert state == "off: operation not permitted when stream is capturing"
-
-
-# ---- options, plans, optimizers ----------------------------------------------------------------
 
 
 def plan_with(kernel: str) -> dmuon.OwnershipPlan:

@@ -130,15 +130,12 @@ def test_what_dedicated_moves():
         assert bytes_sent == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("purpose", "how", "program"),
-    [
-        ("verdict", {}, full_step), ("verdict", {}, owners_step),
-        ("clipping", {"clips": True}, adamw),
-        ("scatter", {}, full_step), ("replicate", {}, full_step),
-        ("weights to holders", {}, owners_step), ("gradients across replicas", {}, owners_step),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("purpose", "how", "program"), [
+    ("verdict", {}, full_step), ("verdict", {}, owners_step),
+    ("clipping", {"clips": True}, adamw),
+    ("scatter", {}, full_step), ("replicate", {}, full_step),
+    ("weights to holders", {}, owners_step), ("gradients across replicas", {}, owners_step),
+])  # fmt: skip
 def test_nothing_is_forgotten(purpose, how, program, monkeypatch):
     """Where one purpose alone takes 50 ms more, so does the step, once or more."""
     layout = Layout.DEDICATED if program is owners_step else Layout.SHARDED

@@ -113,8 +113,6 @@ def test_no_process_group_is_made_and_one_rank_drops_nothing():
     pair.assert_same()
 
 
-# ---- equal to the reference --------------------------------------------------------------
-
 REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
 # Of the `replicated` layout: whole gradients and momentum, or those of owners alone.
 FORMS = pytest.mark.parametrize("form", [{}, {"options": REDUCING}], ids=["whole", "reduced"])
@@ -157,9 +155,6 @@ def test_models_with_habits_follow_the_reference(name, layout):
     pair.train(range(5), loss)
     with pair.own.materialized(pair.model):
         pair.assert_same(tolerance)
-
-
-# ---- models with habits ------------------------------------------------------------------
 
 
 def files_compiled() -> set[str]:
@@ -264,9 +259,6 @@ def test_a_step_that_the_host_cannot_call_off_takes_momentum_in_parts(monkeypatc
         pair.assert_same()
 
 
-# ---- groups and schedules ----------------------------------------------------------------
-
-
 def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
     results = []
     for lr in (0.25, torch.tensor(0.25), torch.tensor([0.25]), np.float32(0.25), np.float64(0.25)):
@@ -280,9 +272,6 @@ def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
         results.append(weights(model))
     for other in results[1:]:
         assert_bitwise(results[0], other)
-
-
-# ---- gradients: missing, accumulated, cleared, clipped -----------------------------------
 
 
 @FORMS
@@ -301,9 +290,6 @@ def test_a_step_without_a_backward_before_it_changes_nothing(form):
         assert_bitwise(weights(model), before)
 
 
-# ---- reading weights ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_state_that_was_moved_away_and_back_is_followed(replaced):
     """As frameworks do that offload an optimizer between steps."""
@@ -319,9 +305,6 @@ def test_state_that_was_moved_away_and_back_is_followed(replaced):
                 else:
                     value.data = moved
     pair.assert_same()
-
-
-# ---- saving and resuming -----------------------------------------------------------------
 
 
 def test_what_is_put_into_a_saved_state_is_loaded_and_changes_nothing_before():

@@ -332,16 +332,13 @@ def answering(status: int, sol_status: int, value: float | None):
     return solve
 
 
-@pytest.mark.parametrize(
-    ("fault", "note"),
-    [
-        (failing, "HiGHS failed"),
-        (answering(0, 0, None), ""),  # a time limit
-        (answering(1, 1, float("nan")), "no numbers"),
-        (answering(1, 1, 0.0), ""),  # lies: optimal, but nothing is assigned
-        (None, "HiGHS is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "note"), [
+    (failing, "HiGHS failed"),
+    (answering(0, 0, None), ""),  # a time limit
+    (answering(1, 1, float("nan")), "no numbers"),
+    (answering(1, 1, 0.0), ""),  # lies: optimal, but nothing is assigned
+    (None, "HiGHS is not installed"),
+])  # fmt: skip
 def test_a_solver_that_fails_or_lies_is_not_believed(fault, note):
     with (
         mock.patch("pulp.HiGHS.actualSolve", fault),

@@ -116,9 +116,6 @@ def test_a_step_far_from_its_plan_says_so_once(planned, times, words):
     assert all(word in str(found[0].message) for word in words or ())
 
 
-# ---- what is logged, and metrics of one process --------------------------------------------------
-
-
 def trained(steps: int = 2, **muon) -> tuple[nn.Module, dmuon.Muon]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

@@ -35,8 +35,6 @@ from tests.internals import Hyper
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import Kernels
 
-# ---- the interpreter -----------------------------------------------------------------------
-
 PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
 
 
@@ -108,9 +106,6 @@ def test_interpreting_leaves_triton_as_it_was():
     assert triton.knobs.runtime.interpret is False
 
 
-# ---- the order of tiles --------------------------------------------------------------------
-
-
 def order_kernel(row_ptr, col_ptr, index_ptr, tiles, count, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     index = tl.load(index_ptr + lane, mask=lane < count, other=0)
@@ -150,9 +145,6 @@ def test_the_order_is_right_far_beyond_what_float32_counts():
     assert found[len(rows) :] == [(r, 0) for r in rows.tolist()], "starts of groups"
 
 
-# ---- what lists cost the host --------------------------------------------------------------
-
-
 def test_lists_are_looked_at_once(monkeypatch):
     """A step launches one kernel for all tensors of a pass, and looks at the gradients alone, which
     are new in each step: tables of the other tensors are kept."""
@@ -182,9 +174,6 @@ def test_lists_are_looked_at_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: looks.append(t) or real(t))
     passes(several())
     assert len(looks) == count, "at gradients alone"
-
-
-# ---- tiles, imports ------------------------------------------------------------------------
 
 
 def test_tiles():

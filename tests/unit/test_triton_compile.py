@@ -93,8 +93,6 @@ def compiled(
     )
 
 
-# ---- symmetric products --------------------------------------------------------------------
-
 STRIDES = ("m", "k", "a_batch", "a_row", "a_col", "bt_batch", "bt_row", "bt_col", "c_batch",
            "c_row", "out_batch", "out_row")  # fmt: skip
 NOT_EVEN = {"HAS_PLAIN": True, "MASK": True, "unaligned": STRIDES}
@@ -168,9 +166,6 @@ def test_the_gate_sees_spills():
     assert product(80, Tile(128, 64, warps=2, stages=3), HAS_PLAIN=True).spilled > 0
 
 
-# ---- before and after ----------------------------------------------------------------------
-
-
 LISTS = {"ALIGNED": True, "TILE": triton_lists._TILE, "num_warps": triton_lists._WARPS}
 MOMENTUM = LISTS | {"HELD": tl.float32, "GRAD": tl.bfloat16, "WORKING": tl.float32}
 MOMENTUM |= {"EMA": True, "NESTEROV": True}
@@ -178,15 +173,12 @@ MASKED = {"HAS_STAYS": True, "HAS_WEIGHT": True, "TARGET": tl.float32, "WEIGHT":
 NUMBERS = ("momentum", "weight", "decay", "lr", "first", "beta2", "second", "eps")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "options"),
-    [
-        ("norms_kernel", MOMENTUM | {"TILE": triton_lists._NORM_TILE}),
-        ("advance_kernel", MOMENTUM | {"OUT": tl.float16, "HAS_OUT": True, "HAS_STAYS": True}),
-        ("update_kernel", LISTS | MASKED | {"UPDATE": tl.float16, "CAUTIOUS": True}),
-        ("copy_kernel", {"TYPE": tl.float16, "TURNED": True, "BLOCK": triton_lists._BLOCK}),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "options"), [
+    ("norms_kernel", MOMENTUM | {"TILE": triton_lists._NORM_TILE}),
+    ("advance_kernel", MOMENTUM | {"OUT": tl.float16, "HAS_OUT": True, "HAS_STAYS": True}),
+    ("update_kernel", LISTS | MASKED | {"UPDATE": tl.float16, "CAUTIOUS": True}),
+    ("copy_kernel", {"TYPE": tl.float16, "TURNED": True, "BLOCK": triton_lists._BLOCK}),
+])  # fmt: skip
 def test_list_kernels_move_whole_vectors(kernel, options):
     """Although addresses come from a table: else each thread would move one element at a time."""
     pointers = {"stays_ptr": "*u8", "sums_ptr": "*fp64", "table_ptr": "*i64"}
