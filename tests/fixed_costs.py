@@ -6,8 +6,11 @@ see how busy the machine was.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+
+import pytest
 
 from dmuon.scheduler.costs import CostTable
 
@@ -26,3 +29,9 @@ def usual_seconds(_: object, side: int) -> tuple[float, float, float]:
 def fixed_products() -> Any:
     """A patch; a new one each time, because one is entered once."""
     return mock.patch("dmuon.kernels.choice._product_seconds", usual_seconds)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_without_a_clock() -> Iterator[None]:
+    with fixed_products(), mock.patch("dmuon.api.measured_costs", analytic_costs):
+        yield

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.tools.parallel_models import CASES, ParallelCase, ParallelModel
@@ -80,6 +81,13 @@ def in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return wrap(model)
 
 
+def in_two(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Blocks of a `Net` under tensor parallelism."""
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
 # The `dedicated` layout, beside plain parameters and beside FSDP2's; its weights may be kept
 # between forward and backward. The `replicated` layout with momentum at the owners
 # (reduce_to_owner), on a plain module or under DistributedDataParallel, and with momentum
@@ -106,6 +114,7 @@ def on(name: str, *mesh: int) -> Layout:
     return replace(laid, mesh=mesh, axes=axes)
 
 
+IN_TWO = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
 DEDICATED = ("dedicated", "dedicated kept", "dedicated fsdp")
 AT_OWNERS = (*DEDICATED, "reduced", "reduced ddp")
 

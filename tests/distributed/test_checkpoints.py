@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +37,7 @@ from tests.distributed.compare import assert_bitwise
 from tests.distributed.harness import Pools, distributed
 from tests.distributed.layouts import Layout, on
 from tests.distributed.twins import Trained
+from tests.unit.models import through_a_file
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 SAVED_AT, STEPS = 3, 2  # steps before and after
@@ -191,14 +191,6 @@ def test_adamws_moments_are_taken_over_through_a_checkpoint(rank, world, name, t
     assert taken
     training.train(range(2))
     training.close()
-
-
-def through_a_file(value: Any) -> Any:
-    """As a rank's own file gives it back to those who run no code from files."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @cases("reduce_to_owner", "dedicated hsdp")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.dtensors import is_distributed
@@ -17,7 +16,7 @@ from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.distributed.compare import assert_bitwise, gathered, our_hooks, whole
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import IN_TURN, layouts, mesh_of, shard_units
+from tests.distributed.layouts import IN_TURN, in_two, layouts, mesh_of, shard_units
 from tests.distributed.models import Net, Pieces, batch, seeded, weights
 from tests.distributed.twins import MUON, Both, both
 
@@ -60,7 +59,6 @@ def rewrite(model, seed):
 
 @distributed(4)
 def test_what_is_written_inside_materialized_persists(rank, world):
-    """And reaches every replica."""
     for build, more in ((Net, {}), (Pieces, IN_TURN)):
         with both(build, mesh=(2, 2), **more) as pair:
             for step in range(3):
@@ -144,8 +142,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     with own.ignored_by_fully_shard():
         assert not own.dedicated_params & set(model.parameters())
         assert not hasattr(model.blocks[0].up, "weight")
-        for block in (*model.blocks, model):
-            fully_shard(block, mesh=mesh_of((world,)))
+        shard_units(model, mesh_of((world,)))
     assert [n for n, _ in model.named_parameters()] == names
     assert all(dict(model.named_parameters())[n] is p for n, p in kept.items())
     opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
@@ -162,9 +159,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
 @distributed(4)
 def test_what_is_refused_under_tp(rank, world):
     mesh = mesh_of((2, 2), ("dp", "tp"))
-    model = seeded()
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = in_two(seeded(), mesh)
     with pytest.raises(OwnershipError, match="pass the whole mesh"):
         dmuon.dedicate_params(model, layout="dedicated")
     with pytest.raises(OwnershipError, match="param_dtype"):

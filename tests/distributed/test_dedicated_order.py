@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.distributed.compare import gathered
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS
+from tests.distributed.layouts import IN_TWO
 from tests.distributed.models import Net
 from tests.distributed.twins import both
 from tests.internals import Work
@@ -142,17 +141,10 @@ def test_the_events_of_one_step_with_replicas(rank, world):
     assert reduced == 3
 
 
-def in_two(model, mesh):
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
 @distributed(4)
 def test_slices_travel_once_to_the_owner_and_back(rank, world):
     """The bytes of a step, for 8 matrices of which 6 are cut in two."""
-    laid = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
-    with both(Net, laid, transport=RecordingTransport) as pair:
+    with both(Net, IN_TWO, transport=RecordingTransport) as pair:
         for step in range(2):
             pair.events.clear()
             pair.backward(step)

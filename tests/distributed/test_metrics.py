@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +17,10 @@ import dmuon
 from dmuon.devices import HostEvent
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import AT_OWNERS, LAYOUTS, layouts
+from tests.distributed.layouts import AT_OWNERS, IN_TWO, LAYOUTS, layouts
 from tests.distributed.models import Used
-from tests.distributed.test_dedicated_order import in_two
 from tests.distributed.twins import Both, both
 from tests.transports import Clock, ClockTransport
-
-IN_TWO = replace(LAYOUTS["dedicated"], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
 
 
 def world_of(layout: Any) -> int:
@@ -60,8 +56,6 @@ def test_without_full_steps_there_is_no_norm(rank, world):
         found = pair.opt.metrics()
         assert "grad_norm" not in found and found["update_rms/0/mean"] > 0 == found["bytes"]
 
-
-# ---- times ---------------------------------------------------------------------------------
 
 # By a network on which everything takes 20 ms, and a rank that computes in no time: how often a
 # step waits for what goes to owners, for what comes back, and at all.
@@ -106,9 +100,6 @@ def test_times_are_what_a_step_waited_for(rank, world, name):
     for key, count in expected.items():
         assert found.get(key) == (None if count is None else pytest.approx(20.0 * count)), found
     assert passed == pytest.approx(found["exposed_ms"]), "all of the step's time"
-
-
-# ---- an accelerator, and a profiler --------------------------------------------------------
 
 
 @layouts("ddp", "dedicated fsdp")

@@ -109,19 +109,11 @@ PLANNING = [
     (in_ddp, HALF, "constructor refuses the placeholders", ALL),
     (lambda: fully_shard(used()), HALF, "after fully_shard", ALL),
     # Of shards.
-    (
-        partial(replaced, torch.zeros(50, 50), Partial()),
-        {},
-        r"mix\.weight.*[Rr]edistribute",
-        EITHER,
-    ),
+    (partial(replaced, torch.zeros(50, 50), Partial()), {}, r"mix\.weight.*[Rr]edistribute",
+     EITHER),
     # A local tensor that is not what the placements say.
-    (
-        partial(replaced, torch.zeros(3, 50), Replicate(), shape=0, stride=0),
-        {},
-        r"mix\.weight.*stores \[3, 50\]",
-        EITHER,
-    ),
+    (partial(replaced, torch.zeros(3, 50), Replicate(), shape=0, stride=0), {},
+     r"mix\.weight.*stores \[3, 50\]", EITHER),
     (of_shards, {"layout": "replicated"}, r"'tok\.weight' is a DTensor", EITHER),
     (of_shards, {"options": REDUCING}, "must be ShardedOptions, found Replicated", EITHER),
     (of_shards, {"splits": {"*.mix.weight": [20, 30]}}, r"mix\.weight", ONE),
@@ -134,13 +126,10 @@ PLANNING = [
     (used, {"costs": "analytic:h200"}, "disagree", ONE),
     (used, {"solver": "round_robin"}, "disagree", ONE),
     (used, {"heads": {"*.up.weight": 2}}, "disagree", ONE),
-    (
-        used,
-        lambda rank: ASKING | {"kernels": dmuon.KernelOptions(method=("standard", "gram")[rank])},
-        r"disagree.*KernelOptions\(method='(standard|gram)'",
-        ALL,
-    ),
-]
+    (used,
+     lambda rank: ASKING | {"kernels": dmuon.KernelOptions(method=("standard", "gram")[rank])},
+     r"disagree.*KernelOptions\(method='(standard|gram)'", ALL),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -610,22 +599,11 @@ def test_another_version_on_one_rank_is_named(rank, world):
 
 
 CHANGED = {
-    "lr": 0.5,
-    "weight_decay": 0.7,
-    "momentum": 0.9,
-    "nesterov": False,
-    "ns_steps": 6,
-    "ns_coefficients": (3.4445, -4.775, 2.0315),
-    "eps": 1e-6,
-    "adjust_lr_fn": None,
-    "momentum_mode": "sgd",
-    "dampening": 0.1,
-    "cautious_weight_decay": True,
-    "adamw_lr_ratio": 0.5,
-    "adamw_betas": (0.8, 0.95),
-    "adamw_eps": 1e-5,
-    "adamw_weight_decay": 0.3,
-}
+    "lr": 0.5, "weight_decay": 0.7, "momentum": 0.9, "nesterov": False, "ns_steps": 6,
+    "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-6, "adjust_lr_fn": None,
+    "momentum_mode": "sgd", "dampening": 0.1, "cautious_weight_decay": True,
+    "adamw_lr_ratio": 0.5, "adamw_betas": (0.8, 0.95), "adamw_eps": 1e-5, "adamw_weight_decay": 0.3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "on"), [("reduced", "host"), ("fsdp2", "accelerator")])

@@ -94,8 +94,6 @@ def test_raise_is_an_error_on_every_rank(rank, world, layout):
         skips_a_step(pair, layout, "mid.weight", math.nan if rank else 0.0, raises=True)
 
 
-# ---- block steps (MuonBP) ----------------------------------------------------------------
-
 BLOCK = "blocks.1.up.weight"  # every rank has a shard
 FAULTS = {1: (2,), 3: (1, 2), 6: (0,), 7: (0,)}  # of which ranks a shard has a nan, by step
 
@@ -189,9 +187,6 @@ def test_without_full_steps_the_rank_itself_tells(rank, world, host, nonfinite):
         assert all(bool(w.isfinite().all()) for w in pair.whole().values())
 
 
-# ---- gradients that tests set by hand --------------------------------------------------------
-
-
 @contextmanager
 def by_hand(kind, dtype=torch.float32, **settings):
     """(bare model, optimizer)."""
@@ -273,9 +268,6 @@ def test_momentum_that_is_not_finite_is_named(rank, world):
         set_gradients(model, 0.1)
         with pytest.raises(NonFiniteError, match=r"momentum is not finite.*older.*: mid\.weight"):
             opt.step()
-
-
-# ---- finite, but below eps ---------------------------------------------------------------
 
 
 def told_of_eps(caught):

@@ -16,14 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.dtensors import whole_tensor
 from tests.distributed.compare import assert_bitwise, assert_close, average_gradients
 from tests.distributed.harness import distributed
-from tests.distributed.layouts import LAYOUTS, Layout, mesh_of, shard_units, sharded
+from tests.distributed.layouts import IN_TWO, Layout, mesh_of, shard_units, sharded
 from tests.distributed.models import Casting, Net, Used, batch, loss_of, net_of, tied, weights
 from tests.distributed.twins import Rows, both, follow
 
@@ -41,14 +40,8 @@ ROWS.add("another order of ranks", "dedicated fsdp", world=4, mesh=in_another_or
 ROWS.add("another order, replicas", "hsdp", mesh=in_another_order)
 
 
-def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
-CUBE = {"mesh": (2, 1, 2), "axes": ("replicate", "shard", "tp"), "wrap": parallel}
-ROWS.add("replicas and columns", replace(LAYOUTS["dedicated"], **CUBE))
+CUBE = {"mesh": (2, 1, 2), "axes": ("replicate", "shard", "tp")}
+ROWS.add("replicas and columns", replace(IN_TWO, **CUBE))
 
 
 class TwoMatrices(nn.Module):

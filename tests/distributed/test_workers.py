@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from tests.distributed.compare import assert_close
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import shard_units
 from tests.distributed.models import Net, batch, loss_of, seeded, weights
 from tests.distributed.twins import MUON, grouped_references
 
@@ -22,8 +22,7 @@ def test_a_replica_leaves_and_comes_back(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     across, replica = mesh.get_group("replicate"), mesh.get_local_rank("replicate")
     model, twin = seeded(Net), seeded(Net)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["shard"])
+    shard_units(model, mesh["shard"])
     opt = dmuon.Muon(model, **MUON)
     opt.report()
     own = opt.ownership.plan.specs.matrices

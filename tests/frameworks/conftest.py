@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.distributed.harness import Pools
-from tests.fixed_costs import analytic_costs, fixed_products
+from tests.fixed_costs import costs_without_a_clock  # noqa: F401
 
 
 @pytest.fixture(scope="package")
@@ -20,9 +19,3 @@ def pools() -> Iterator[Pools]:
 
 def pytest_runtest_setup() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def costs_without_a_clock() -> Iterator[None]:
-    with fixed_products(), mock.patch("dmuon.api.measured_costs", analytic_costs):
-        yield

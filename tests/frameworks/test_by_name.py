@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.integrations import keywords
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import shard_units
 from tests.frameworks import common
 
 PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
@@ -73,6 +73,15 @@ def by_trainer(model: nn.Module) -> Any:
     return dmuon.Muon(groups, **given)
 
 
+def torchtitan(model: nn.Module) -> Any:
+    """Tensors beside their names, and flags that its container adds for all optimizers."""
+    named = {big: {n: p for n, p in model.named_parameters() if (p.ndim > 1) == big}
+             for big in (True, False)}  # fmt: skip
+    flags = {"fused": True, "foreach": False}
+    groups = [{"params": [*ps.values()], "param_names": [*ps], **flags} for ps in named.values()]
+    return dmuon.Muon([group | NUMBERS for group in groups], ns_dtype="float32")
+
+
 # What a framework does with `dmuon.Muon`, by its name.
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "LightningCLI": lambda model: found("dmuon.Muon")(*(model.parameters(),), **TEXT),
@@ -81,6 +90,7 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
         model.parameters(), **TEXT, adamw_betas=[0.9, 0.95]
     ),
     "lerobot, named": lambda model: dmuon.Muon(dict(model.named_parameters()).items(), **TEXT),
+    "torchtitan": torchtitan,
     "verl": verl,
     "nemo-automodel": nemo_automodel,
     "axolotl, ms-swift": by_trainer,
@@ -112,14 +122,10 @@ def test_configs_that_pages_show_are_accepted():
     assert len(shown) >= 3
 
 
-def sharded(model: Any) -> Any:
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-WRAPPED = {"fully_shard": sharded, "DDP": DistributedDataParallel}
+WRAPPED = {
+    "fully_shard": lambda model: shard_units(model, init_device_mesh("cpu", (2,))),
+    "DDP": DistributedDataParallel,
+}
 
 
 @cache

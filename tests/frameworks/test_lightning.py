@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dmuon.reference import ReferenceMuon
 from tests.distributed.harness import distributed
+from tests.distributed.layouts import shard_units
 from tests.frameworks import common
 
 lightning = pytest.importorskip("lightning")
@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint  # noqa:
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+HERE = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False}  # fmt: skip
 
 
 class Module(lightning.LightningModule):
@@ -32,10 +33,7 @@ class Module(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self.sharded and not isinstance(next(self.parameters()), DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.net.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
+            shard_units(self.net, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = common.muon(
@@ -71,7 +69,6 @@ def train(
     module = Module(**given)
     saver = ModelCheckpoint(folder, "at-{step}", every_n_train_steps=common.SAVED, save_top_k=-1)
     trainer = lightning.Trainer(
-        accelerator="cpu",
         strategy=strategy,
         devices=world,
         max_steps=common.STEPS,
@@ -79,7 +76,7 @@ def train(
         callbacks=[] if resume else [saver],
         enable_checkpointing=not resume,
         use_distributed_sampler=False,
-        **QUIET,
+        **HERE,
     )
     # Lightning's own sampler shuffles. It begins an epoch anew when it resumes (unless the loader
     # is stateful), so what was used goes to the end.
@@ -184,11 +181,10 @@ def test_base_finetuning(tmp_path):
     for epochs in (2, 3):
         module = Finetuned()
         trainer = lightning.Trainer(
-            accelerator="cpu",
             max_epochs=epochs,
             gradient_clip_val=common.CLIP,
             callbacks=[Unfreezes(), ModelCheckpoint(tmp_path, save_last=True)],
-            **QUIET,
+            **HERE,
         )
         loader = torch.utils.data.DataLoader(torch.cat(batches), common.JOINT)
         trainer.fit(module, loader, ckpt_path=str(tmp_path / "last.ckpt") if before else None)
@@ -233,12 +229,11 @@ def test_gradients_in_half_precision_are_clipped_as_the_page_says(kind):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     module = kind()
     trainer = lightning.Trainer(
-        accelerator="cpu",
         max_steps=common.STEPS,
         gradient_clip_val=common.CLIP,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
         enable_checkpointing=False,
-        **QUIET,
+        **HERE,
     )
     data = torch.utils.data.DataLoader(common.examples(), batch_size=common.JOINT)
     if kind is Half:

@@ -25,6 +25,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
+from tests.distributed.compare import assert_bitwise  # noqa: F401  used with these models
 
 WIDTH = 8
 
@@ -280,18 +281,6 @@ def through_a_file(state: object) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
-
-
-def assert_bitwise(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(
-            value,
-            theirs[name],
-            rtol=0,
-            atol=0,
-            msg=lambda m, name=name: f"{name}: {m}",  # type: ignore[misc]
-        )
 
 
 def assert_within(

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from dmuon.scheduler.select import Member, collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, SelectionError
-from tests.unit.models import Block, numbered, routes, tree
+from tests.unit.models import Block, Conv1D, numbered, routes, tree
 
 MUON, ADAMW = Algorithm.MUON, Algorithm.ADAMW
 
@@ -241,16 +241,6 @@ def test_interleaved_pieces_are_every_other_output():
         assert matrix.shape == piece.shape
     assert not expected
     assert specs.parameters[1].reason == "selected, 3 matrices [:, 0::3], [:, 1::3], [:, 2::3]"
-
-
-class Conv1D(nn.Module):
-    """As in transformers."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.zeros(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
 
 
 @pytest.mark.parametrize(("module", "shapes"), [
