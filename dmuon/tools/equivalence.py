@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import Given, Request, plan_given
+from dmuon.comm.owners_runtime import OwnersRuntime, Parts
 from dmuon.comm.process_groups import attempt_in_all, check_launched
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions, ReplicatedOptions
@@ -174,10 +175,10 @@ def check_step_equivalence(
     If NS runs in the weights' own precision (or better), the weights must agree to 1e-5, and so
     must losses if forward runs in float32. In half precision a difference of 1e-7 in a gradient can
     flip roundings worth percents of an update, so each step starts from the same weights, and each
-    matrix's change beyond rounding is judged by its norm and the norm of the difference: 4
-    yardsticks are allowed, and at least 4 units in the last place of the coarsest dtype. Smaller
-    errors pass: compare with ``ns_dtype=torch.float32``, too. The reference shares routing and
-    Newton-Schulz with dmuon.
+    matrix's change beyond rounding (with ``reduce_to_owner`` also each published update) is judged
+    by its norm and the norm of the difference: 4 yardsticks are allowed, and at least 4 units in
+    the last place of the coarsest dtype. Smaller errors pass: compare with
+    ``ns_dtype=torch.float32``, too. The reference shares routing and Newton-Schulz with dmuon.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
@@ -337,6 +338,9 @@ class _Trial:
             *((names[number[i]], number[i], lambda t: t) for i in specs.adamw_parameters()),
         ]
         self._before: list[Tensor] = []  # whole weights before the step
+        self._published: dict[str, Tensor] = {}  # updates of a step that this rank received
+        if isinstance(own.runtime, OwnersRuntime) and own.plan.layout is Layout.REDUCED:
+            self._note_published(own.runtime)
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
@@ -352,10 +356,12 @@ class _Trial:
             expected = self._joint_backward(loss_fn, batches, step, generator)
             difference = abs(float(whole_tensor(loss)) - expected[self.data[0]])
             self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
+            updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
             self.opt.zero_grad()
             for side in (self.reference, self.moved):
                 side.step()
+            self._compare_published(step, updated)
         self._compare_weights(steps - 1)
         for measured in self.findings.values():
             measured.where += f", rank {self.own.rank}"
@@ -394,6 +400,31 @@ class _Trial:
             key = f"{kind} {[*theirs.shape]}, {criterion}"
             new = Measured(criterion, self.roundings.least)
             self.findings.setdefault(key, new).see(found, by_moving, where)
+
+    def _note_published(self, runtime: OwnersRuntime) -> None:
+        update, matrices = runtime.update, runtime.plan.specs.matrices
+
+        def noted(apply: Any, present: Sequence[bool], unit: Any, parts: Parts) -> None:
+            for _, i, view in parts:
+                rows = matrices[i].form.rows_first(view)
+                self._published[matrices[i].name] = rows.reshape(matrices[i].shape).clone()
+            update(apply, present, unit, parts)
+
+        runtime.update = noted  # type: ignore[method-assign]
+
+    def _compare_published(self, step: int, updated: Sequence[bool]) -> None:
+        """Compare the updates that this rank received, before they are rounded into weights."""
+        published, self._published = self._published, {}
+        # The reference records updates as Newton-Schulz returns them.
+        has_variant = any(g.get("variant") is not None for g in self.opt.param_groups)
+        if self.own.plan.layout is not Layout.REDUCED or self.reference.masters or has_variant:
+            return
+        matrices = [m for m in self.own.plan.specs.matrices if updated[m.parameter]]
+        updates = self.reference.updates, self.moved.updates
+        for matrix, theirs, moved in zip(matrices, *updates, strict=True):
+            # A step that was skipped because of non-finite values has published nothing.
+            ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
+            self._see("published", f"update of {matrix.name} at step {step}", ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -459,7 +490,7 @@ def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
 
 
 class _Reference:
-    """`ReferenceMuon` on a model, with its starting weights in the last step.
+    """`ReferenceMuon` on a model, with its updates and its starting weights in the last step.
 
     With ``masters`` it updates matrices in float32, and the model has these rounded."""
 
@@ -478,13 +509,15 @@ class _Reference:
             p.data = p.data.float()
         self.masters = [(p, h) for p, h in zip(self.weights, self._held) if h is not p]
         self.before: list[Tensor] = []  # the weights before the step
+        self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
         self._due: Iterator[str] = iter(())  # the forms of this step's matrices
         how = {"steps": settings.get("ns_steps", 5), "eps": settings.get("eps", 1e-7)}
         how["coefficients"] = settings.get("ns_coefficients", "polar_express")
 
         def orthogonalize(x: Tensor) -> Tensor:
-            return newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how)
+            self.updates.append(newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how))
+            return self.updates[-1]
 
         self._optimizer = ReferenceMuon(held, orthogonalize=orthogonalize, **settings)
 
@@ -502,6 +535,7 @@ class _Reference:
     def step(self) -> None:
         for p, master in self.masters:
             master.grad, p.grad = None if p.grad is None else p.grad.to(master.dtype), None
+        self.updates.clear()
         self._due = iter([form for i, form in self._forms if self._held[i].grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad()
