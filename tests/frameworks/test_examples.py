@@ -7,6 +7,7 @@ import io
 import json
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -61,7 +62,15 @@ def test_example(pools, script):
 
 def test_all_are_run():
     scripts = {p.name for p in FOLDER.glob("*.py") if not p.name.startswith("_")}
-    assert {script.split()[0] for script in RUNS} == scripts
+    assert {script.split()[0] for script in RUNS} | {"torchft_replicas.py"} == scripts
+
+
+def test_replicas_that_leave_and_come_back():
+    pytest.importorskip("torchft")
+    command = [sys.executable, str(FOLDER / "torchft_replicas.py")]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280)
+    off = re.findall(r"replica [01] is within (\S+) of one process", run.stdout)
+    assert len(off) == 2 and max(map(float, off)) < 1e-6, run.stdout
 
 
 @distributed()
