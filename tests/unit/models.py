@@ -122,7 +122,7 @@ class Fused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).chunk(3, -1)
         x = x + self.c_proj(torch.tanh(q) * k + v)
-        e = self.experts
+        e: Any = self.experts
         for up, bias, down in zip(e.gate_up_proj, e.gate_up_proj_bias, e.down_proj):
             gate, value = (x @ up + bias).chunk(2, -1)
             x = x + (torch.sigmoid(gate) * value) @ down
