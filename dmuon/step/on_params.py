@@ -382,12 +382,13 @@ class ParamsEngine(Engine):
         of_grads += operands.gradient_squares(of_blocks)
         how = checked, here, inf, of_grads, None, late, grads
         vector, sent = self._message.fill(norms, *how)
-        self._message.sent = Sent(vector, self._runtime.all_reduce(sent, "norms"), norms, of_blocks)
+        work = self._runtime.all_reduce(sent, "norms")
+        self._message.sent = Sent(vector, work, norms, of_blocks, here)
 
     def _full_step(self, grads: Gradients) -> bool | Tensor:
         """Take the step except for the last updates; False if a non-finite gradient stopped it."""
-        runtime, operands, here = self._runtime, self._operands, self._here(grads)
-        norms, of_blocks = self._message.sent.norms, self._message.sent.gradients
+        runtime, operands = self._runtime, self._operands
+        _, _, norms, of_blocks, here = self._message.sent
         self._message.sent = self._message.sent._replace(gradients=())  # which it must not keep
 
         def agreed() -> Verdict | None:

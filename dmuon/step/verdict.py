@@ -162,13 +162,14 @@ class Findings:
 
 
 class Sent(NamedTuple):
-    """A rank's message, which ranks sum up in place; norms of operands, by their positions, and the
-    gradients behind them."""
+    """A rank's message, which ranks sum up in place; norms of operands, by their positions, the
+    gradients behind them, and which parameters have a gradient here."""
 
     vector: Tensor
     work: Work
     norms: Tensor
     gradients: Sequence[Tensor] = ()
+    here: Sequence[bool] = ()
 
 
 class VerdictMessage:
