@@ -193,9 +193,8 @@ class OwnersEngine(Engine):
             self._begin_update()
         norms, vector = self._message_of_step(refusal)
         runtime.meter["verdict"] += vector.nbytes
-        self._message.sent = Sent(
-            vector, runtime.transport.all_reduce(vector, tag="verdict"), norms
-        )
+        work = runtime.transport.all_reduce(vector, tag="verdict")
+        self._message.sent = Sent(vector, work, norms)
 
     def launch(self, refusal: Exception | None) -> None:
         runtime, on_host = self._runtime, host_can_read(self._runtime.device)

@@ -327,8 +327,7 @@ class ParamsEngine(Engine):
 
     def _send_refusal(self, refusal: Exception) -> None:
         """Tell the other ranks that nothing may change. Raise `NewParameters` if all have some."""
-        is_new = isinstance(refusal, NewParameters)
-        vector = self._message.refuse(self._late, is_new=is_new)
+        vector = self._message.refuse(self._late, is_new=isinstance(refusal, NewParameters))
         self._message.sent = Sent(vector, self._runtime.all_reduce(vector, "norms"), vector[:0])
         if isinstance(refusal, NewParameters):
             refusal.agreed = self._message.all_are_new(self.received())
