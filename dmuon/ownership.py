@@ -115,11 +115,11 @@ class Ownership:
     def report(self) -> LoadBalanceReport:
         """Report the balance of the work and the route of every parameter; after a few training
         steps also measured beside predicted times. Not a collective call: any rank may ask."""
-        from dmuon.report.data import build_report  # not at import: it loads rich
+        from dmuon.report.data import LoadBalanceReport  # not at import: it loads rich
 
         model = self._model()
         name = "" if model is None else type(model).__name__
-        return build_report(self.plan, self.telemetry.measured_ms(), name)
+        return LoadBalanceReport(self.plan, self.telemetry.measured_ms(), name)
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
         """Return the mesh rank that owns a matrix, by the name of the matrix or its parameter; for

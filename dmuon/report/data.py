@@ -191,9 +191,21 @@ class LoadBalanceReport:
         return [*(table(self) for table in balance), _parameter_table(self.plan)]
 
     def _title(self) -> str:
-        plan, shapes = self.plan, [f"shapes: {self.source}"] if self.source else []
-        by = f"costs {plan.cost_source}, plan {plan.fingerprint()}"
-        return "\n".join([*title(plan, self.model), by, *shapes])
+        """Describe the model, the mesh that it is planned for, and the plan."""
+        plan, topology = self.plan, self.plan.topology
+        everything = plan.specs.parameters + plan.specs.frozen
+        mesh, axes = " x ".join(map(str, topology.shape)), f" ({', '.join(topology.axes)})"
+        axes = "" if axes == " (axis0)" else axes  # a made-up name
+        dtypes = ", ".join(sorted({p.dtype for p in everything}))
+        matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
+        numel = render.quantity(sum(p.numel for p in everything))
+        ranks, nodes = count_text(topology.world, "rank"), count_text(topology.nodes, "node")
+        lines = [
+            f"{self.model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
+            f"mesh {mesh}{axes}: {ranks} on {nodes} of {_device(plan)}, layout {plan.layout.value}",
+            f"costs {plan.cost_source}, plan {plan.fingerprint()}",
+        ]
+        return "\n".join(lines + [f"shapes: {self.source}"] * bool(self.source))
 
     def __rich__(self) -> RenderableType:
         return render.render(self._title(), _facts(self), self._tables())
@@ -259,35 +271,10 @@ class LoadBalanceReport:
         return render.ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
 
 
-def build_report(
-    plan: OwnershipPlan, measured: Sequence[float] | None = None, model: str = ""
-) -> LoadBalanceReport:
-    """Return the report of a plan; ``measured`` are the milliseconds per step of each rank.
-    ValueError if there is not one time for each."""
-    if measured is not None and len(measured) != plan.topology.world:
-        raise ValueError(f"measured holds {len(measured)} times for {plan.topology.world} ranks")
-    return LoadBalanceReport(plan, None if measured is None else tuple(measured), model)
-
-
 def _device(plan: OwnershipPlan) -> str:
     """Return the device that the prices name, or else the mesh's type of device."""
     kind, _, name = plan.cost_source.partition(",")[0].partition(":")
     return name if kind == "analytic" and name else plan.topology.device_type
-
-
-def title(plan: OwnershipPlan, model: str = "") -> list[str]:
-    """Describe the model, and the mesh that it is planned for."""
-    topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
-    mesh, axes = " x ".join(map(str, topology.shape)), f" ({', '.join(topology.axes)})"
-    axes = "" if axes == " (axis0)" else axes  # a made-up name
-    dtypes = ", ".join(sorted({p.dtype for p in everything}))
-    matrices = count_text(len(plan.specs.matrices), "matrix", "matrices")
-    numel = render.quantity(sum(p.numel for p in everything))
-    ranks, nodes = count_text(topology.world, "rank"), count_text(topology.nodes, "node")
-    return [
-        f"{model or 'model'}: {numel} parameters ({dtypes}), {matrices}",
-        f"mesh {mesh}{axes}: {ranks} on {nodes} of {_device(plan)}, layout {plan.layout.value}",
-    ]
 
 
 def _excess(most: float, mean: float) -> float:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # functions import these when they plan: --help does not load
     from dmuon.scheduler.plan import OwnershipPlan, Unit
     from dmuon.scheduler.shards import ShardMap
 
-COMPARED = ("round_robin", "greedy", "milp")
 MODELS = "a preset, the path of a Hugging Face config.json, or module:function that returns a model"
 LAYOUTS = tuple(layout.value for layout in Layout if layout is not Layout.AUTO)
 # Pipeline schedules, by torch's names: parts of the model on a rank, 0 for any number.
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = "only check the certificate of a saved plan"
     add_planning(parser).add_argument("--verify", metavar="PLAN.json", help=verify)
     add = parser.add_argument_group("output").add_argument
-    add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
     add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
     add("--html", metavar="PATH", help="write the report as a web page")
     add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
@@ -414,66 +412,6 @@ def check_writable(path: str) -> None:
     raise PlanError(f"cannot write {path!r}: {reason}")
 
 
-def _compare(args: argparse.Namespace) -> int:
-    from dmuon.report.data import build_report, title
-
-    planned, *_ = planner(args, staged(args)[0])
-    reports: dict[str, LoadBalanceReport | None] = dict.fromkeys(COMPARED)
-    notes = []
-    for solver in COMPARED:
-        try:
-            plan = planned(solver)
-        except PlanError as error:
-            note = str(error)
-        else:
-            reports[solver] = build_report(plan)
-            ran = "" if plan.solver == solver else f"{plan.solver} ran"
-            note = ": ".join(filter(None, (ran, plan.search.note)))
-        notes += [f"{solver}: {note}"] * bool(note)
-    if not any(reports.values()):
-        raise PlanError("no solver found a plan. " + note)
-    bound = max(report.lower_bound_ms for report in reports.values() if report)
-    rows = [
-        {
-            "model": args.model,
-            "owners": plan.topology.world,
-            "solver": solver,
-            "makespan_ms": report and report.makespan_ms,
-            "lower_bound_ms": bound,
-            # Relative to the best bound of all solvers.
-            "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
-            "imbalance": report and report.imbalance,
-            "status": report.plan.status if report else "no plan",
-            "seconds": report and report.plan.search.seconds,
-        }
-        for solver, report in reports.items()
-    ]
-    lines = [*title(plan, args.model), f"costs {plan.cost_source}", _comparison(rows), *notes]
-    show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
-    return 0
-
-
-def _comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as text, with colours in a terminal."""
-    from dmuon.report.render import grid, ms_text, percent, printed
-
-    best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
-    time = partial(ms_text, top=best)
-    numbers: dict[str, Callable[[float], str]] = {
-        "makespan_ms": time, "lower_bound_ms": time, "gap": percent,
-        "imbalance": percent, "seconds": "{:.2f}".format,
-    }  # fmt: skip
-    headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
-    table = grid(headings, ("solver", "status"))
-    for row in rows:
-        style, cells = "dim", ["-"] * len(numbers)
-        if row["makespan_ms"] is not None:
-            style = "bold green" if row["makespan_ms"] == best else ""
-            cells = [how(row[name]) for name, how in numbers.items()]
-        table.add_row(row["solver"], *cells, row["status"], style=style)
-    return printed(table, plain=False)
-
-
 def _verify(args: argparse.Namespace) -> int:
     from dmuon.scheduler.certificate import certify
     from dmuon.scheduler.plan import OwnershipPlan
@@ -489,16 +427,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; return 1 if a certificate does not hold."""
+    """Plan or verify; return 1 if a certificate does not hold."""
     names = ("mesh", "pp", "schedule", "solver", "json", "html", "save")
     given = [f"--{name}" for name in names if getattr(args, name) is not None]
-    given += ["--compare"] * args.compare
     if args.verify is not None and given:
         raise PlanError(f"--verify takes a saved plan and nothing else: drop {', '.join(given)}")
-    single = ", ".join(name for name in given if name in ("--solver", "--html", "--save"))
-    if args.compare and single:
-        raise PlanError(f"--compare makes several plans: drop it, or drop {single}")
-    several = [name for name in given if name in ("--html", "--save", "--compare")]
+    several = [name for name in given if name in ("--html", "--save")]
     if args.pp and several:
         raise PlanError(f"--pp makes a plan per stage: drop it, or drop {', '.join(several)}")
     for path in (args.json, args.html, args.save):
@@ -506,4 +440,4 @@ def run(args: argparse.Namespace) -> int:
             check_writable(path)
     if args.verify is not None:
         return _verify(args)
-    return _compare(args) if args.compare else _plan(args)
+    return _plan(args)

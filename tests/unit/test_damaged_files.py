@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dmuon.__main__ import CRASHED, main
-from dmuon.report.data import build_report
+from dmuon.report.data import LoadBalanceReport
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CacheKey, CostTable, add_to_cache, read_cache
 from dmuon.scheduler.json_files import sha256
@@ -132,7 +132,7 @@ def test_a_damaged_plan_is_refused_or_judged_rightly(text):
     with contextlib.suppress(SizeError):
         check_verdict(text, plan)
     with contextlib.suppress(PlanError):
-        assert str(build_report(fitted_plan(plan, SPECS, MESH, MADE.layout)))
+        assert str(LoadBalanceReport(fitted_plan(plan, SPECS, MESH, MADE.layout)))
 
 
 @pytest.mark.parametrize(("path", "value", "message"), [
@@ -195,7 +195,7 @@ def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
     plan = solve(replace(specs, **named), Topology.flat(2), TINY)
     lie = replace(plan, limits=OwnerLimits(domains=((0,),), domain_of=(0, 0, 0)))
     (tmp_path / "plan.json").write_text(lie.to_json())
-    report = build_report(plan)
+    report = LoadBalanceReport(plan)
     report.to_html(tmp_path / "page.html")
     with pytest.raises(PlanError) as error:
         fitted_plan(plan, specs_of([A]), Topology.flat(2), plan.layout)

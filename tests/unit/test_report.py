@@ -18,7 +18,7 @@ from torch import nn
 
 import dmuon
 from dmuon.report import data as report_module
-from dmuon.report.data import LoadBalanceReport, build_report
+from dmuon.report.data import LoadBalanceReport
 from dmuon.report.render import fold_names
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, Search
@@ -36,7 +36,7 @@ def report_of(owners: list[int], world: int, ms: list[float], bound: float) -> L
     keys = [WIDE, SQUARE, WIDE][: len(owners)]
     plan = plan_of(specs_of(keys, rest=2), owners, world)
     batches = tuple(replace(b, ms=t) for b, t in zip(plan.batches, ms))
-    return build_report(replace(plan, batches=batches, lower_bound_ms=bound))
+    return LoadBalanceReport(replace(plan, batches=batches, lower_bound_ms=bound))
 
 
 def told(report: LoadBalanceReport) -> str:
@@ -93,15 +93,15 @@ def test_makespan_bound_gap_and_imbalance(owners, world, ms, bound, makespan, ga
 def test_costs_of_zero_divide_nothing():
     report = report_of([0, 1], 2, [0.0, 0.0], bound=0.0)
     assert (report.gap, report.imbalance) == (0.0, 0.0)
-    for times in (None, [1.0, 1.0], [0.0, 0.0]):
-        found = build_report(report.plan, times)
+    for times in (None, (1.0, 1.0), (0.0, 0.0)):
+        found = LoadBalanceReport(report.plan, times)
         assert str(found)
         assert times is None or (found.measured.ratio, found.measured.ratios[0]) == (None, None)
 
 
 def test_a_model_without_matrices_has_a_report():
     plan = replace(plan_of(specs_of([], rest=1), [], 3), lower_bound_ms=0.0)
-    report = build_report(plan, [0.0, 0.0, 0.0])
+    report = LoadBalanceReport(plan, (0.0, 0.0, 0.0))
     assert report.bottleneck is report.to_dict()["bottleneck"] is None
     assert ", 0 matrices\nmesh 3 (dp): 3 ranks on 1 node of cpu" in str(report)
 
@@ -120,7 +120,7 @@ def test_predicted_state_is_what_the_optimizer_allocates():
 def test_fixed_bytes_are_part_of_a_rank():
     limits = OwnerLimits(fixed_bytes=(10, 20), memory_bytes=5000)
     plan = priced(specs_of([WIDE] * 2), {WIDE: [1.0, 1.8]}, owners=[1, 1], world=2, limits=limits)
-    report = build_report(plan)
+    report = LoadBalanceReport(plan)
     assert [r.state_bytes for r in report.ranks] == [10, 20 + 2 * 96]
     told = {"min": 10, "mean": 111.0, "max": 212, "cap": 5000, "fullest_rank": {}}
     assert report.to_dict()["memory"] == told
@@ -132,14 +132,14 @@ def test_the_shapes_say_how_matrices_are_batched_and_priced():
     plan = priced(specs, {WIDE: [1.0, 1.5, 1.8], SQUARE: [7.0]}, owners=[0, 0, 0, 1, 1], world=2)
     origins = {WIDE: ("measured", "interpolated", "estimated"), SQUARE: ("measured",)}
     plan = replace(plan, prices=tuple(replace(p, origin=origins[p.key]) for p in plan.prices))
-    square, wide = build_report(plan).shapes
+    square, wide = LoadBalanceReport(plan).shapes
     assert (square.rows, square.cols, square.dtype, square.count) == (8, 8, "bfloat16", 1)
     assert (wide.count, wide.batches, wide.single_ms) == (4, ((3, 1), (1, 1)), 1.0)
     assert (wide.total_ms, wide.each_ms) == pytest.approx((2.8, 0.7))
     assert wide.origins == ("estimated", "measured"), "those of the batches that there are"
-    text = str(build_report(plan))
+    text = str(LoadBalanceReport(plan))
     assert re.search(r"^4 x 6 +float32 +4 +3, 1 +0\.700 +2\.800 +1\.000 +estimated", text, re.M)
-    unpriced = build_report(replace(plan, prices=())).shapes
+    unpriced = LoadBalanceReport(replace(plan, prices=())).shapes
     assert all(s.single_ms is None and s.origins == () for s in unpriced)
 
 
@@ -151,7 +151,7 @@ def measured_plan(bound: float = 4.0, **fields) -> OwnershipPlan:
 
 
 def test_measured_times_are_compared_with_predicted_ones():
-    report = build_report(measured_plan(), [2.0, 6.0])
+    report = LoadBalanceReport(measured_plan(), (2.0, 6.0))
     measured = report.measured
     assert (measured.ratios, measured.ratio) == ((0.5, 1.5), 1.0)
     assert (measured.makespan_ms, measured.busiest) == (6.0, 1)
@@ -159,10 +159,8 @@ def test_measured_times_are_compared_with_predicted_ones():
     text = told(report)
     assert "makespan 6.000 ms on rank 1, imbalance 50.00%, 1.00 x predicted" in text
     assert re.search(r" 1 4 4\.000 0\.00% 384 B 6\.000 1\.50 ", text)
-    assert build_report(measured_plan()).measured is None
-    assert "measured ms" not in str(build_report(measured_plan()))
-    with pytest.raises(ValueError, match="3 times for 2 ranks"):
-        build_report(measured_plan(), [1.0, 2.0, 3.0])
+    assert LoadBalanceReport(measured_plan()).measured is None
+    assert "measured ms" not in str(LoadBalanceReport(measured_plan()))
 
 
 @pytest.mark.parametrize(("certificate", "shown"), [
@@ -173,7 +171,7 @@ def test_measured_times_are_compared_with_predicted_ones():
 def test_the_report_shows_the_verdict_of_the_certificate(monkeypatch, certificate, shown):
     report_module._certified.cache_clear()
     monkeypatch.setattr(report_module, "certify", lambda plan: certificate)
-    report = build_report(measured_plan())
+    report = LoadBalanceReport(measured_plan())
     assert shown in told(report)
     found = report.to_dict()["certificate"]
     assert (found["ok"], found["verdict"]) == (certificate.ok, str(certificate))
@@ -186,7 +184,7 @@ def test_the_report_shows_the_verdict_of_the_certificate(monkeypatch, certificat
 def test_the_dict_has_the_documented_keys_and_the_same_numbers():
     found = Search(engine="HiGHS", note="a note", hit_time_limit=True)
     plan = measured_plan(search=found)
-    report = build_report(plan, [2.0, 6.0])
+    report = LoadBalanceReport(plan, (2.0, 6.0))
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data.keys() == {
         "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance", "status",
@@ -212,12 +210,12 @@ def test_the_dict_has_the_documented_keys_and_the_same_numbers():
         "busiest": 1, "imbalance": 0.5, "straggles_ms": 0.0,
     }  # fmt: skip
     assert data["measured"] == expected
-    assert build_report(plan).to_dict()["measured"] is None
+    assert LoadBalanceReport(plan).to_dict()["measured"] is None
 
 
 def test_one_process_gets_three_lines_and_its_routes(tmp_path):
     plan = taking_turns(TinyGPT(), 1)
-    report = build_report(plan, [2 * ms for ms in plan.loads_ms])
+    report = LoadBalanceReport(plan, tuple(2 * ms for ms in plan.loads_ms))
     text = str(report)
     labels = [line.split()[0] for line in text.split("\n\n")[1].splitlines() if line[0] != " "]
     assert labels == ["work", "memory", "parameters"]
@@ -252,13 +250,13 @@ def test_names_that_are_alike_are_folded():
 
 def test_brackets_in_names_are_no_markup():
     model = nn.ModuleDict({"[bold]": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4)})
-    assert "[bold].weight" in str(build_report(taking_turns(model, 4)))
+    assert "[bold].weight" in str(LoadBalanceReport(taking_turns(model, 4)))
 
 
 def test_the_report_of_an_ownership_is_that_of_its_plan():
     model = TinyGPT()
     own = dmuon.dedicate_params(model, costs="analytic")
-    assert own.report() == build_report(own.plan, model="TinyGPT")
+    assert own.report() == LoadBalanceReport(own.plan, model="TinyGPT")
     assert replace(dmuon.Muon(model).report(), groups=()) == own.report()
 
 
@@ -276,7 +274,7 @@ def loads_report(loads: list[float], per_node: int | None) -> LoadBalanceReport:
     plan = plan_of(specs_of([WIDE] * len(loads)), range(len(loads)), len(loads))
     batches = tuple(replace(b, ms=loads[b.owner]) for b in plan.batches)
     plan = replace(plan, topology=topology, batches=batches, lower_bound_ms=1.0)
-    return build_report(plan, loads)
+    return LoadBalanceReport(plan, tuple(loads))
 
 
 def parsed(text: str) -> ElementTree.Element:
@@ -306,7 +304,7 @@ def test_the_page_holds_what_the_text_holds(tmp_path):
     evil = ParameterSpec("<script>", (2,), "float32", Algorithm.FROZEN, "<script>")
     plan = measured_plan(search=Search(note="<b>note</b> & more"))
     plan = replace(plan, specs=replace(plan.specs, frozen=(evil,)))
-    slow = page(build_report(plan, [2.0, 6.0]), tmp_path)
+    slow = page(LoadBalanceReport(plan, (2.0, 6.0)), tmp_path)
     assert not [*parsed(slow).iter("script")] and slow.count("&lt;script&gt;") == 2
     assert "&lt;b&gt;note&lt;/b&gt; &amp; more" in slow
     assert slow.count("<tr>") == 1 + 2 + 1 + 2 + 1 + 6, "ranks, shapes, parameters"
@@ -317,7 +315,7 @@ def test_the_page_shows_the_work_of_each_rank_and_each_owner_at_its_place(tmp_pa
     plan = taking_turns(TinyGPT(), 3)
     alone = (replace(b, matrices=(m,), ms=1.0 + m) for b in plan.batches for m in b.matrices)
     plan = replace(plan, batches=tuple(alone))  # several of a shape
-    loads, owners = parsed(page(build_report(plan), tmp_path)).iter("svg")
+    loads, owners = parsed(page(LoadBalanceReport(plan), tmp_path)).iter("svg")
     bars = [
         sum(float(rect.get("width").rstrip("%")) for rect in bar.findall("rect"))
         for bar in loads.findall("g")
@@ -347,7 +345,7 @@ def golden_report() -> str:
     small = taking_turns(model, 4, **told | {"lower_bound_ms": 2.2, "search": other})
     small = replace(small, topology=Topology.flat(4, ranks_per_node=2))
     large = replace(taking_turns(model, 24, **told), topology=Topology.flat(24, ranks_per_node=8))
-    reports = [build_report(small, [2.5, 2.0, 4.5, 2.6]), build_report(large)]
+    reports = [LoadBalanceReport(small, (2.5, 2.0, 4.5, 2.6)), LoadBalanceReport(large)]
     return f"\n\n{'-' * 100}\n\n".join(map(str, reports)) + "\n"
 
 
