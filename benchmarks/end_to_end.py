@@ -264,7 +264,7 @@ def _cases(rows: Sequence[Row], **wanted: Any) -> ByCase:
 
 
 def _link(row: Row) -> str:
-    return {None: "unshaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}[row["rate"]]
+    return {None: "no limit", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}[row["rate"]]
 
 
 def _steps(cases: ByCase, title: Callable[[Row], str]) -> str:
@@ -330,7 +330,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
             bold = "bold" if name == "dmuon" else "normal"
             axes.bar_label(bars, [f"{v:.0f}%" for v in more], padding=1, fontsize=8, weight=bold)
         axes.set_xticks(range(len(cases)), [_link(_first(item)) for item in cases.items()])
-        axes.set_title("What Muon adds to AdamW's training step", loc="left", fontsize=11)
+        axes.set_title("What Muon adds to AdamW's step, by rate of links", loc="left", fontsize=11)
         axes.set_yticks([])
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8.5)
