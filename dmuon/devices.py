@@ -129,8 +129,6 @@ class Device:
 
 
 class Cpu(Device):
-    """The CPU: the host itself."""
-
     host_can_read = True
     is_cpu = True
     chunk_bytes = 1 << 19
@@ -212,8 +210,6 @@ class Gaudi(Device):
 
 
 class Meta(Device):
-    """The meta device: tensors without values."""
-
     def ns_dtype(self) -> torch.dtype:
         return torch.float32
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # imported at run time only where needed, because it loads sl
     from torch.distributed.tensor import DTensor
 
 Named = Sequence[tuple[str, nn.Parameter]]
-"""Parameters with their names."""
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:

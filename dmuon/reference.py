@@ -186,7 +186,6 @@ _VARIANTS = {"normuon": _normuon}
 
 
 def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """Apply the user's variant to a matrix."""
     for spec in rule.state:
         if spec.name not in kept:
             shape = (1, *spec.shape(*matrix.shape))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +40,7 @@ from dmuon.tensors import (
     scaled,
     wide_norms,
 )
-from dmuon.types import Algorithm, warn
+from dmuon.types import Algorithm, runs_of, warn
 
 # Up to this size two passes over a list of tensors cost less than one launch per tensor.
 _FUSED_NUMEL = 1 << 20
@@ -119,10 +119,6 @@ class Hyper:
         weight = 1 - (self.momentum if is_ema else self.dampening)
         numbers = {"momentum": float(self.momentum), "weight": float(weight)}
         return numbers | {"EMA": is_ema, "NESTEROV": self.nesterov}
-
-    def kept(self, stays: Tensor | None) -> float | Tensor:
-        """Return the factor of decay on each weight: 1 where the mask ``stays`` holds."""
-        return self.decay if stays is None else torch.where(stays, 1.0, self.decay)
 
 
 def momentum_dtypes(
@@ -275,12 +271,10 @@ class Rule:
             grads = [grad.to(to.dtype) for to, grad in zip(out, grads, strict=True)]
         torch._foreach_copy_(out, buffers)
         self.advance(out, grads, h)
-        if not h.nesterov:
-            return
-        if h.mode == "ema":
+        if h.nesterov and h.mode == "ema":
             torch._foreach_lerp_(out, grads, _lerp_weight(h.momentum, out[0]))
-            return
-        torch._foreach_copy_(out, torch._foreach_add(grads, out, alpha=h.momentum))
+        elif h.nesterov:
+            torch._foreach_copy_(out, torch._foreach_add(grads, out, alpha=h.momentum))
 
     def operand(
         self,
@@ -405,7 +399,8 @@ class Rule:
         for kernels, some, (own, change, *of) in _routes(*lists):
             mask = _values_at(stays, some, len(targets))
             if kernels is None:
-                self._apply_some(own, change, h, lr, h.kept(mask), of[0] if of else None)
+                kept = h.decay if mask is None else torch.where(mask, 1.0, h.decay)
+                self._apply_some(own, change, h, lr, kept, of[0] if of else None)
                 continue
             kernels.update(
                 own, change, of[0] if of else None,
@@ -463,7 +458,7 @@ def _routes(
 ) -> Iterator[tuple[Any, Sequence[int], list[Any]]]:
     """Yield (`list_kernels`, positions, the tensors there) for contiguous tensors of at most 32
     bits on one device, and None in place of kernels for the rest, which torch's operations handle,
-    with ``working`` in pieces that fit into `Device.chunk_bytes` in that dtype."""
+    with ``working`` in pieces of about `Device.chunk_bytes` in that dtype."""
     if not lists[0]:
         return
     device = lists[0][0].device
@@ -477,25 +472,14 @@ def _routes(
     for n, tensors in enumerate(zip(*lists, strict=True)):
         suits = kernels and all(t.is_contiguous() and t.dtype.itemsize <= 4 for t in tensors)
         found[bool(suits)].append(n)
-    plain = found[:1] if working is None else _pieces(found[0], lists[0], working)
+    plain: Iterable[list[int]] = found[:1]
+    if working is not None:
+        sizes = [t.numel() * working.itemsize for t in lists[0]]
+        plain = runs_of(found[0], sizes.__getitem__, devices.of(device).chunk_bytes)
     for kind, some in *((None, piece) for piece in plain), (kernels, found[1]):
         if some:
             is_all = len(some) == len(lists[0])
             yield kind, some, [t if is_all else [t[n] for n in some] for t in lists]
-
-
-def _pieces(some: list[int], like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """Yield positions in chunks whose tensors fit `Device.chunk_bytes`."""
-    limit, size = devices.of(like[0].device).chunk_bytes, 0
-    piece: list[int] = []
-    for n in some:
-        nbytes = like[n].numel() * dtype.itemsize
-        if piece and size + nbytes > limit:
-            yield piece
-            size, piece = 0, []
-        piece.append(n)
-        size += nbytes
-    yield piece
 
 
 def copier(targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
@@ -621,8 +605,7 @@ def update_norms(updates: Tensor) -> Tensor:
     if updates.is_cpu:
         # Row by row, because half precision would be copied to float32. Three digits are enough.
         updates = torch.linalg.vector_norm(updates, dim=-1)
-    found = torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates))
-    return found.float()
+    return torch.linalg.vector_norm(updates.flatten(1), dim=1, dtype=_wide(updates)).float()
 
 
 # ---- variants ----------------------------------------------------------------------------

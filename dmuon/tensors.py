@@ -9,7 +9,6 @@ the result depends neither on the cut of a matrix nor on the order in which norm
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial, reduce
 from itertools import chain
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon.devices import host_can_read
+from dmuon.types import grouped
 
 _SAFE_NORMS = 1e-10, 1e15  # float32 matrices with such norms can be squared without scaling
 _FEW_ELEMENTS, _MANY_ELEMENTS = 1 << 12, 1 << 17  # below, calls dominate; above, copies miss caches
@@ -92,7 +92,7 @@ def scale_into(out: Tensor, stack: Tensor, scales: Tensor) -> None:
 def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
     """Write the norms of the rows of ``[count, numel]``, in float64, to ``out``.
 
-    On a CPU they are accurate to 1e-7 where `squares_fit`; with ``exact``, from 1e-30 to 1e30.
+    On a CPU they are accurate to 1e-7 from 1e-15 to 1e15; with ``exact``, from 1e-30 to 1e30.
     """
     numel = stack.shape[1]
     if stack.device.type != "cpu":
@@ -117,19 +117,11 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
 def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor in float64, so that no square overflows or underflows. The
     list form converts on the fly on an accelerator; a single tensor would be copied first."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for n, t in enumerate(tensors):
-        alike[t.device, t.dtype].append(n)
     found: dict[int, Tensor] = {}
-    for some in alike.values():
+    for some in grouped(((t.device, t.dtype), n) for n, t in enumerate(tensors)).values():
         norms = torch._foreach_norm([tensors[n] for n in some], order, dtype=torch.float64)
         found |= zip(some, norms, strict=True)
     return [found[n] for n in range(len(tensors))]
-
-
-def squares_fit(norms: Tensor, may_vanish: bool = False) -> Tensor:
-    """Mark norms whose squares neither overflow nor (unless they may) underflow in float32."""
-    return (norms > (-1.0 if may_vanish else 1e-15)) & (norms < 1e15)
 
 
 def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -155,8 +147,7 @@ def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
 def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that have a non-finite value. No tensor may be empty."""
     found = []
-    for device in {tensor.device for _, tensor in named}:
-        some = [(name, tensor) for name, tensor in named if tensor.device == device]
+    for some in grouped((tensor.device, (name, tensor)) for name, tensor in named).values():
         norms = finite_norms([tensor for _, tensor in some]).tolist()
         found += [name for (name, _), norm in zip(some, norms) if not math.isfinite(norm)]
     return found
@@ -256,9 +247,7 @@ def divide_(x: Tensor, norms: Tensor) -> Tensor:
 
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether the host may read norms without waiting, and `x` and `dtype` share one range."""
-    if torch.compiler.is_compiling() or not host_can_read(x.device):
-        return False
-    return {x.dtype, dtype} <= {torch.float32, torch.bfloat16}
+    return not torch.compiler.is_compiling() and are_raw((x.dtype, dtype), x.device)
 
 
 def are_safe(norms: Tensor, eps: float, *, and_zero: bool = False) -> bool:

@@ -334,7 +334,7 @@ def test_weights_and_masters(kernels, masters, cautious):
     wanted, followed = copied(targets), None
     if weights is not None:
         followed = [w.clone() if w.dtype is low else t for w, t in zip(weights, wanted)]
-    Rule()._apply_some(wanted, updates, h, 0.25, h.kept(None), followed)
+    Rule()._apply_some(wanted, updates, h, 0.25, h.decay, followed)
     kernels.lists.update(
         targets, updates, weights, decay=0.75, lr=0.25, stays=None, cautious=cautious
     )

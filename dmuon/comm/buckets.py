@@ -26,7 +26,7 @@ from dmuon.comm.process_groups import Grid
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import Box, LocalShard, ModelSpecs
-from dmuon.types import OwnershipError
+from dmuon.types import OwnershipError, grouped
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 
@@ -60,12 +60,11 @@ class Slices:
 
     def __post_init__(self, ranges_only: bool) -> None:
         plan, grid, boxes = self.plan, self.grid, self.boxes
-        self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
         # First elements of matrices that are not ranges of their parameter, and of others in it.
         self._starts: dict[int, int] = {}
         specs, together = plan.specs, tuple(range(grid.shape[2]))
-        for i, matrix in enumerate(specs.matrices):
-            self.matrices_of[matrix.parameter].append(i)
+        # In element order.
+        self.matrices_of = grouped((m.parameter, i) for i, m in enumerate(specs.matrices))
 
         def held(p: int, t: int) -> LocalShard:
             if (cut := boxes[p]) is not None:

@@ -111,7 +111,6 @@ class DedicatedRuntime(OwnersRuntime):
 
     @property
     def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
-        """The parameters that only their owners keep."""
         return [self.parameters[p] for p in sorted(self._muon)]
 
     def find_parameters(self) -> None:
@@ -132,10 +131,6 @@ class DedicatedRuntime(OwnersRuntime):
         finally:
             if not in_forward:
                 prefetcher.drop()  # weights launched ahead may have been written to
-
-    def weights(self, unit: Unit) -> list[Tensor]:
-        matrices, storage = self.plan.specs.matrices, self.storage
-        return [matrices[i].form.rows_first(storage.weight_of(i)) for i in unit.matrices]
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
@@ -254,7 +249,7 @@ class DedicatedRuntime(OwnersRuntime):
         self.prefetcher.launch_ahead(set())
         reducer.clear()
 
-    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+    def targets(self, unit: Unit) -> Sequence[Tensor]:
         return self._applied[unit.matrices[0]]
 
     def update_rms(self) -> tuple[list[int], Tensor]:

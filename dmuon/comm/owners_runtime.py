@@ -149,15 +149,12 @@ class OwnersRuntime(LayoutRuntime):
     def gradients_changed(self) -> None:
         self._bound.note_averaged()
 
-    def _with_gradients(self, unit: Unit) -> list[int]:
-        """Return positions of a unit's matrices with a gradient on any rank; equal on all ranks."""
-        present, matrices = self._bound.present, self.plan.specs.matrices
-        return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
-
     def _computed(self, compute: Compute, unit: Unit, gradients: Tensor) -> Tensor | None:
         """Return the results of a unit, ``[b, rows, cols]``, undefined for matrices without a
         gradient; None if none has a gradient. Note the RMS of the updates in ``_rms``."""
-        where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
+        present, matrices = self._bound.present, self.plan.specs.matrices
+        where = [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
+        rms = self._rms[unit.matrices[0]]
         if len(where) < len(unit.matrices):
             rms.zero_()
         if not where:
@@ -174,20 +171,16 @@ class OwnersRuntime(LayoutRuntime):
         """Apply parts of results, for parameters that are ``present``, to the parameters here."""
         matrices = self.plan.specs.matrices
         if came := [(k, view) for k, i, view in parts if present[matrices[i].parameter]]:
-            targets, where = self._targets(unit), [k for k, _ in came]
+            targets, where = self.targets(unit), [k for k, _ in came]
             apply(unit, where, [targets[k] for k in where], [view for _, view in came])
 
     @abstractmethod
-    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+    def targets(self, unit: Unit) -> Sequence[Tensor]:
         """Return the parts of a unit's matrices that this rank stores, in the parameters' dims."""
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
         """Compute the updates of matrices owned here and launch all publishing."""
-
-    @abstractmethod
-    def weights(self, unit: Unit) -> list[Tensor]:
-        """Return the weights of a unit that lies whole on this rank, ``[m, ...]`` each."""
 
     @abstractmethod
     def update_rms(self) -> tuple[list[int], Tensor]:
@@ -225,7 +218,7 @@ class ReducedRuntime(OwnersRuntime):
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._peers = peers
-        self._views: dict[int, tuple[list[int], list[Tensor]]] = {}  # see `_targets`
+        self._views: dict[int, tuple[list[int], list[Tensor]]] = {}  # see `targets`
         # The RMS of every update: this rank's, and all ranks' once the work is done.
         self._own_rms = self._all_rms = torch.zeros(0, device=device)
         self._work = Work()
@@ -270,14 +263,12 @@ class ReducedRuntime(OwnersRuntime):
     def _install_hooks(self, reducer: reduction.GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
         assert model is not None
-        if ddp is None:
+        self._watch = ParameterWatch(model, self.parameters)
+        if ddp is not None:
+            self._removers += reduction.hook_ddp(ddp, self._handed_over)
+        else:
             numbered = enumerate(self.parameters)
             self._removers += reduction.hook_gradients(numbered, self._accumulated)
-        else:
-            self._removers += reduction.hook_ddp(ddp, self._handed_over)
-        self._watch = ParameterWatch(model, self.parameters)
-
-        if ddp is None:
             # A backward that raised left its round open, and the other ranks wait for its end.
             finish = Hook(torch.compiler.disable(lambda *_: reducer.finish()))
             handle = model.register_forward_pre_hook(finish, prepend=True)
@@ -299,7 +290,6 @@ class ReducedRuntime(OwnersRuntime):
         reducer.accumulated(parameter)
 
     def _handed_over(self, bucket: Any) -> None:
-        """Take gradients from a bucket of DDP."""
         reducer = self._bound
         if bucket.index() == 0:
             self._begin_round(reducer)
@@ -355,7 +345,7 @@ class ReducedRuntime(OwnersRuntime):
         self._work = Work()
         return [*chain.from_iterable(unit.matrices for unit in self.units)], self._all_rms
 
-    def _targets(self, unit: Unit) -> Sequence[Tensor]:
+    def targets(self, unit: Unit) -> Sequence[Tensor]:
         specs = [self.plan.specs.matrices[i] for i in unit.matrices]
         wholes = [self.parameters[m.parameter] for m in specs]
         pointers = [p.data_ptr() for p in wholes]
@@ -368,10 +358,6 @@ class ReducedRuntime(OwnersRuntime):
     def synchronize(self) -> None:
         for exchange in self._exchanges:
             exchange.pipeline.apply_pending(exchange.pipeline.pending)
-
-    def weights(self, unit: Unit) -> list[Tensor]:
-        specs = self.plan.specs.matrices
-        return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         whole, specs = self.parameters[parameter].detach(), self.plan.specs.matrices

@@ -39,7 +39,6 @@ from dmuon.scheduler.plan import Sizes, buckets_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.topology import Topology
 
-_INBOUND = 2  # the first buffers of a bucket are inbound
 Copier = Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
 Gathers = Mapping[Ranks, Callable[..., Work]]  # `Transport.all_gather` by set of ranks
 _listed: Copier = partial(partial, torch._foreach_copy_)
@@ -232,16 +231,14 @@ class Pipeline:
         assembled = 0 if assembly is None else assembly.nbytes
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembled}
         # For each kind of buffer its part of a slot, bucket by bucket.
-        held, *rooms = zip(*(_room(r, gathers) for r in routes), strict=True) if routes else ((),)
+        rooms = [_room(route, gathers) for route in routes]
+        held, arriving, *leaving = zip(*rooms, strict=True) if routes else ((), ())
         if routes and memory is not None:
             rings = [list(memory(sum(held)).split(held))]
         else:
             rings = [self._ring("inbound", held, self._ahead, incoming)]
-        for number, numels in enumerate(rooms, 1):
-            if number < _INBOUND:
-                rings.append(self._ring("inbound", numels, self._ahead, incoming))
-            else:
-                rings.append(self._ring("outbound", numels, self._slots, like))
+        rings.append(self._ring("inbound", arriving, self._ahead, incoming))
+        rings += [self._ring("outbound", numels, self._slots, like) for numels in leaving]
         self.buckets = [
             Bucket(route, units, [ring[b] for ring in rings], transport.rank, assembly)
             for b, route in enumerate(routes)

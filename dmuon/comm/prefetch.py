@@ -132,8 +132,7 @@ class Prefetcher:
     # ---- forward -----------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a pass before the root runs; end an interrupted one first."""
-        self.recover()
+        """Begin a pass before the root runs; end an interrupted forward first."""
         self.storage.check()
         self.end_forward()
         self._begin_forward()

@@ -298,15 +298,6 @@ def different(values: Sequence[Mapping[str, str]]) -> str:
     return first_of(found, 8)
 
 
-def refused(ranks: Sequence[int] | int) -> ConsensusError:
-    """Return the error of ranks whose step other ranks, listed or counted, refuse to take."""
-    who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
-    return ConsensusError(
-        f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "
-        "there: see the error raised there. Nothing was changed on any rank"
-    )
-
-
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
     """Run ``solve`` on the first rank and send its text to all; ConsensusError if it raised."""
     text = attempt_in_all([transport], solve if transport.rank == 0 else str, what="planning")

@@ -58,11 +58,6 @@ def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
         torch._foreach_copy_([stack[k] for k in where], list(rows.unbind()))
 
 
-def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
-    """Return views of a unit's matrices, each with its own rows and columns."""
-    return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(stack.unbind())]
-
-
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
     """Return a function from a unit's stack to views of its matrices in their parameters' dims."""
     parts = []

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.transport import Transport
-from dmuon.dtensors import local_rows, sharded_rows, whole_tensor
+from dmuon.dtensors import local_box, local_rows, sharded_rows, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import Box, Form
@@ -349,13 +349,8 @@ class RowShards:
 
     def _rows(self, shape: tuple[int, ...]) -> list[tuple[int, int, Box]]:
         """Cut into even rows as torch does: the last ranks may have fewer rows, or none."""
-        world, others = self._transport.world, shape[1:]
-        step = math.ceil(shape[0] / world)
-        starts = [min(r * step, shape[0]) for r in range(world + 1)]
-        return [
-            (r, r, Box((a, *(0 for _ in others)), (b - a, *others)))
-            for r, (a, b) in enumerate(pairwise(starts))
-        ]
+        world = self._transport.world
+        return [(r, r, local_box("", shape, [world], [r], [(0, 1)])) for r in range(world)]
 
     def _move(
         self, keepers: Keepers, mine: Kept, targets: Keepers, into: Kept, dtype: torch.dtype

@@ -37,7 +37,7 @@ from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
-from dmuon.types import OwnershipError, State
+from dmuon.types import OwnershipError, State, grouped
 
 # ---- one layer -------------------------------------------------------------------------------
 
@@ -207,10 +207,8 @@ def layers_of(
     else:
         named = root.named_modules()
         chosen = {m for name, m in named if m is not root and chooses(canonical_name(name), m)}
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        if module is root or module in chosen:
-            names.setdefault(module, []).append(canonical_name(name))
+    every = root.named_modules(remove_duplicate=False)
+    names = grouped((m, canonical_name(name)) for name, m in every if m is root or m in chosen)
     seen: set[int] = set()
     found = {}
     for module, where in names.items():

@@ -36,7 +36,6 @@ Gathering = Literal["messages", "ring", "broadcasts"]
 
 
 def wait_all(works: list[Work]) -> None:
-    """Wait for all works, and clear the list."""
     for work in works:
         work.wait()
     works.clear()
@@ -99,8 +98,7 @@ class Transport:
         """Return a transport over this rank's part of a partition of the ranks; collective."""
         return self
 
-    def close(self) -> None:
-        """Release all resources of the transport."""
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

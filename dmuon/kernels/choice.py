@@ -93,9 +93,7 @@ def fixed_speeds(device: Device, dtype: torch.dtype) -> Speeds:
     return Speeds(backend, call, LEAST_STRIP)
 
 
-def choose_method(
-    m: int, n: int, dtype: torch.dtype, steps: int, speeds: Speeds | None = None
-) -> str:
+def choose_method(m: int, n: int, dtype: torch.dtype, steps: int, speeds: Speeds) -> str:
     """Return the form for "auto" in plans without measured kernels, and in `newton_schulz`.
 
     The Gram form must save 5% of the cost, because at equal cost it measures 1 to 3% slower.
@@ -103,7 +101,6 @@ def choose_method(
     m, n = min(m, n), max(m, n)
     if steps < 2:
         return "standard"
-    speeds = speeds or fixed_speeds("cpu", dtype)
     gram = _cost(m, n, default_restarts(dtype, steps), steps, speeds)
     return "gram" if gram <= 0.95 * _cost(m, n, range(1, steps), steps, speeds) else "standard"
 

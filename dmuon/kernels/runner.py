@@ -21,7 +21,6 @@ from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
 from dmuon.kernels.choice import (
-    BACKENDS,
     Speeds,
     fixed_choice,
     is_safe,
@@ -100,9 +99,8 @@ class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
     ``dtype`` is the Newton-Schulz dtype; ``speeds`` (None: the fixed ones), equal on all ranks,
-    decide where neither the call nor the options do. A planned choice for another dtype, of a
-    backend that earlier versions had, or that would diverge over a call's steps, gives way to the
-    rule; `report` lists the kernels that ran.
+    decide where neither the call nor the options do. A planned choice for another dtype, or that
+    would diverge over a call's steps, gives way to the rule; `report` lists the kernels that ran.
 
     A planned call runs eagerly the first time (which compiles kernels and sets up libraries), is
     captured as a graph the second time, and is replayed from then on. Capturing waits for the
@@ -246,7 +244,6 @@ class Orthogonalizer:
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
             same = planned.dtype == str(self.dtype).removeprefix("torch.")
-            same &= planned.backend in BACKENDS
             is_gram = planned.method == "gram" and is_safe(planned.restarts, self.dtype, steps)
             if same and (planned.method == "standard" or is_gram):
                 return planned
@@ -269,7 +266,6 @@ class Orthogonalizer:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the workspace."""
         return self._memory.numel()
 
     def report(self) -> dict[str, Any]:

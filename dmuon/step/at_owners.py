@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmuon import rule as rules
 from dmuon.comm.owners_runtime import OwnersRuntime
-from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
+from dmuon.comm.reducer import rows_of, set_rows, unstacker
 from dmuon.devices import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
 from dmuon.scheduler.plan import Unit
@@ -59,22 +59,19 @@ class OwnerState:
     def take_weights(self) -> None:
         """Set all masters to the weights."""
         for unit in self._units:
-            for slot, weight in zip(*self._pairs(unit), strict=True):
-                slot.copy_(weight)
+            for masters in self.of(unit)[1:]:
+                for slot, weight in zip(*self._pairs(unit, masters), strict=True):
+                    slot.copy_(weight)
 
-    def follow(self, unit: Unit, masters: Tensor | None = None) -> None:
-        """Let the masters of a unit, or those in another stack, follow its weights."""
+    def follow(self, unit: Unit, masters: Tensor) -> None:
+        """Let the masters of a unit follow its weights."""
         rules.follow_weights(*self._pairs(unit, masters))
 
-    def _pairs(
-        self, unit: Unit, masters: Tensor | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a unit's masters, or those in another stack, and its weights; or empty lists."""
-        if masters is None:
-            masters = self._stacks[rules.MASTER].get(unit.matrices[0])
-        if masters is None:
-            return [], []
-        slots, weights = oriented(unit, masters), self._runtime.weights(unit)
+    def _pairs(self, unit: Unit, masters: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of a unit's masters, and its weights."""
+        slots = [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(masters.unbind())]
+        pairs = zip(unit.matrices, self._runtime.targets(unit), strict=True)
+        weights = [self._specs.matrices[i].form.rows_first(weight) for i, weight in pairs]
         return slots, [w.reshape(s.shape) for s, w in zip(slots, weights, strict=True)]
 
     def matrices(self, key: str, *, as_weights_are: bool = False) -> dict[int, Tensor]:
@@ -107,8 +104,6 @@ def _some(stack: Tensor, at: Sequence[int]) -> list[Tensor]:
 
 
 class OwnersEngine(Engine):
-    """The engine of `OwnersRuntime`."""
-
     _runtime: OwnersRuntime
 
     def _bind(self) -> None:
@@ -120,10 +115,8 @@ class OwnersEngine(Engine):
         members = {i: runtime.slices.matrices_of[i] for i in specs.muon_parameters()}
         # Owners' state, the same on every rank: for each key its parameters with their matrices. A
         # weight in float32 is its own master.
-        self._members = {rules.MOMENTUM: members}
-        if masters:
-            some = {i: m for i, m in members.items() if self._has_master(specs.parameters[i].dtype)}
-            self._members[rules.MASTER] = some
+        some = {i: m for i, m in members.items() if self._has_master(specs.parameters[i].dtype)}
+        self._members = {rules.MOMENTUM: members, rules.MASTER: some}
         for key in self._members:
             self._show(key)
         assert runtime.reducer is not None
@@ -247,7 +240,6 @@ class OwnersEngine(Engine):
         return norms, square
 
     def _norms_of(self, found: Mapping[int, Tensor]) -> Tensor:
-        """Return the norms of the gradients kept here."""
         is_whole = self._runtime.keeps_whole and len(found) == len(self._owned.here)
         if is_whole and host_can_read(self._runtime.device):
             # One call for each stack; separate norms are computed only if something is wrong.
@@ -264,9 +256,10 @@ class OwnersEngine(Engine):
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """Return results of a refusing rank, which change nothing: others cannot know yet."""
-        with suppress(RuntimeError):  # the cause may be a weight of another shape
-            self._state.follow(unit)
         masters = self._state.of(unit)[1:]
+        with suppress(RuntimeError):  # the cause may be a weight of another shape
+            for stack in masters:
+                self._state.follow(unit, stack)
         shape = (len(where), unit.rows, unit.cols)
         payload = rows_of(masters[0], where) if masters else gradients.new_zeros(shape)
         return payload, torch.zeros(len(where), device=self._runtime.device)
@@ -275,8 +268,8 @@ class OwnersEngine(Engine):
         """Compute momentum and Newton-Schulz, and update masters if there are any."""
         h, rule, stays = self._hypers[unit.group], self._rules[unit.group], self._verdict.bad
         momentum, *masters = self._state.of(unit)
-        if masters:
-            self._state.follow(unit)
+        for stack in masters:
+            self._state.follow(unit, stack)
         watch = self._telemetry.watch
         watch.start()
         buffers = rows_of(momentum, where)

@@ -115,8 +115,6 @@ def _index(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 class ParamsEngine(Engine):
-    """The engine of `ParamsRuntime`."""
-
     _runtime: ParamsRuntime
 
     def _bind(self) -> None:
@@ -154,7 +152,8 @@ class ParamsEngine(Engine):
         if self._settings.schedule.always_full:
             here = chain.from_iterable(unit.matrices for unit in self._local_units())
             numel = sent + sum(state.momentum[state.block_of[i]].numel() for i in here)
-        return state.reserve(numel, dtype).narrow(0, 0, sent)
+        state.workspace = torch.empty(numel, dtype=dtype, device=state.device)
+        return state.workspace.narrow(0, 0, sent)
 
     def _local_units(self) -> list[Unit]:
         runtime = self._runtime
@@ -163,11 +162,10 @@ class ParamsEngine(Engine):
     def _check_variants(self) -> None:
         """Raise OwnershipError where a variant would see only part of a matrix."""
         plan, shards = self._runtime.plan, self._runtime.shards
-        for i, matrix in enumerate(plan.specs.matrices):
+        takes_blocks = not self._settings.schedule.always_full
+        for i, matrix in enumerate(plan.specs.matrices if takes_blocks else ()):
             rule = self._rules[self._group_of[i]]
-            if rule.is_plain:
-                continue
-            if not self._settings.schedule.always_full and not shards.is_local(i):
+            if not rule.is_plain and not shards.is_local(i):
                 raise OwnershipError(
                     f"variant {rule} needs whole rows and keeps its state with one owner, but "
                     f"MuonBP takes block steps of {matrix.name!r}, which is cut, or lies on "
@@ -182,7 +180,7 @@ class ParamsEngine(Engine):
         local = self._local_units()
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
-        if self._keeps_operands and not (self._are_raw and buckets):
+        if host_can_read(state.device) and not (self._are_raw and buckets):
             wide = reduce(torch.promote_types, state.working, self._settings.ns_dtype)
             self._reserve(wide, sum(b.route.held.numel for b in buckets))
         self._operands = operands = self._operands_in(order, others)
@@ -209,12 +207,8 @@ class ParamsEngine(Engine):
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
         self._owned = {u: self._stack(runtime.units[u]) for u in owned}
 
-    @property
-    def _keeps_operands(self) -> bool:
-        return host_can_read(self._state.device)
-
     def _operands_in(self, order: Sequence[int], others: Sequence[int] = ()) -> AnyOperands:
-        kind = Operands if self._keeps_operands else PassingOperands
+        kind = Operands if host_can_read(self._state.device) else PassingOperands
         return kind(self._state, self._rules, order, others)
 
     def _stack(
@@ -322,7 +316,7 @@ class ParamsEngine(Engine):
             self._report_skips()
 
     def finish(self) -> None:
-        if self._last.full:  # this may issue a collective, and a block step must not
+        if self._was_full:  # this may issue a collective, and a block step must not
             super().finish()
 
     def _send_refusal(self, refusal: Exception) -> None:
@@ -553,7 +547,7 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        return super().stats() | {"full_step": self._last.full}
+        return super().stats() | {"full_step": self._was_full}
 
     def describe(self) -> str:
         travel = f"buckets that travel: {len(self._runtime.bound().buckets)}"

@@ -21,7 +21,7 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.dtensors import stored_tensor
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule, list_kernels
-from dmuon.tensors import Tensors, finite_norms, into_range, norms_into, scale_into, squares_fit
+from dmuon.tensors import Tensors, finite_norms, into_range, norms_into, scale_into
 from dmuon.types import runs_of
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
@@ -111,16 +111,8 @@ class BlockState:
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
         self.chunk_bytes = devices.of(self.device).chunk_bytes
         # Each kind of step lays out its own operands in it.
-        self.workspace = self._empty(0, torch.float32)
+        self.workspace = torch.empty(0, device=self.device)
         self.copies: dict[torch.dtype, Tensor] = {}
-
-    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate the workspace for operands of this many elements."""
-        self.workspace = self._empty(numel, dtype)
-        return self.workspace
 
     def is_counted(self, block: Block) -> bool:
         """Whether a block is the one that counts among all copies of its part of the parameter."""
@@ -132,8 +124,8 @@ class BlockState:
         if dtype not in self.copies:
             pairs = zip(self.momentum, self.working, strict=True)
             sizes = [m.numel() for m, working in pairs if working is dtype]
-            most = self.chunk_bytes // dtype.itemsize + max(sizes)
-            self.copies[dtype] = self._empty(min(sum(sizes), most), dtype)
+            most = min(sum(sizes), self.chunk_bytes // dtype.itemsize + max(sizes))
+            self.copies[dtype] = torch.empty(most, dtype=dtype, device=self.device)
         return self.copies[dtype].narrow(0, 0, numel)
 
     # ---- views ---------------------------------------------------------------------------
@@ -296,11 +288,12 @@ class Operands(_InOrder):
         an operand the number is merely finite where the gradient is.
         """
         # Where eps dominates such small norms, as it does zeros, they may count as zeros.
-        may_vanish = all(hypers[chunk.group].eps > 1e-15 for chunk in self._chunks)
+        least = -1.0 if all(hypers[chunk.group].eps > 1e-15 for chunk in self._chunks) else 1e-15
+        norms = self._norms[: self._count]
         for exact in (False, True):
             for number, chunk in enumerate(self._chunks):
                 self._fill(number, chunk, grads, hypers[chunk.group], exact)
-            if bool(squares_fit(self._norms[: self._count], may_vanish).all()):
+            if bool(((norms > least) & (norms < 1e15)).all()):  # their squares fit into float32
                 break
         return self._norms
 
@@ -415,10 +408,9 @@ class PassingOperands(_InOrder):
             suits = momentum.is_contiguous() and working.itemsize <= 4
             if kernels is None or not suits:
                 sizes.append(momentum.numel() * working.itemsize)
-        return 2 * min(sum(sizes), max(state.chunk_bytes, *sizes))
+        return 2 * min(sum(sizes), state.chunk_bytes + max(sizes))
 
     def outlets(self, first: int, last: int, send: Tensor) -> list[Outlet]:
-        """See `Operands.outlets`."""
         shapes = [self._state.momentum[k].shape for k in self.order[first:last]]
         flats = send.split([shape.numel() for shape in shapes])
         views = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
@@ -444,7 +436,6 @@ class PassingOperands(_InOrder):
         return self._both[0]
 
     def gradient_squares(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """See `Operands.gradient_squares`."""
         return [self._both[1].mul(self._counted).dot(self._both[1])]
 
     def write(self, outlet: Outlet, now: Pass) -> None:

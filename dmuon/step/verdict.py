@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.process_groups import different, refused
+from dmuon.comm.process_groups import different
 from dmuon.comm.transport import Work
 from dmuon.config import Schedule, is_exchange_step
 from dmuon.devices import HostCopy, host_can_read
@@ -101,7 +101,7 @@ class Fields:
         specs, rank, device = runtime.plan.specs, runtime.transport.rank, runtime.device
         every = range(len(specs.matrices))
         self.travelling = [i for i in every if shards is None or not shards.is_local(i)]
-        self.norm_of = norm_of = {i: n for n, i in enumerate(self.travelling)}
+        norm_of = {i: n for n, i in enumerate(self.travelling)}
         copies_of = [] if shards is None else shards.copies
         copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
         shared = [copy for copy in copies if len(copy[1]) > 1]
@@ -426,11 +426,15 @@ class VerdictMessage:
         non-finite values. OwnershipError: gradients that should be equal are not."""
         fields, found, world = self._fields, self.found, self._transport.world
         last = values[fields.end : fields.alike]
-        count, ranks, step, square = map(int, last[_REFUSE:_BAD_ELSEWHERE])
+        count, rank, step, square = map(int, last[_REFUSE:_BAD_ELSEWHERE])
         found.is_bad = False
         if count:
             if count < world:  # otherwise each rank has raised its own error
-                raise refused([ranks] if count == 1 else count)
+                who = f"rank {rank} refuses" if count == 1 else f"{count} ranks refuse"
+                raise ConsensusError(
+                    f"{who} to take this step, because parameters, gradients or opt.param_groups "
+                    "are wrong there: see the error raised there. Nothing was changed on any rank"
+                )
             return
         if world * square != step * step:
             self._raise_difference()

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "types": set(),
     "devices": set(),
     "config": {"types", "devices"},
-    "tensors": {"devices"},
+    "tensors": {"types", "devices"},
     "kernels": {"types", "config", "devices", "tensors"},
     "rule": {"types", "config", "devices", "tensors", "kernels"},
     "step": {

@@ -177,7 +177,6 @@ def test_unsafe_or_unknown_methods_are_refused(method, dtype, message):
 def test_a_backend_that_cannot_run_is_an_error():
     for backend, dtype, message in (
         ("triton", F32, "cannot run on cpu"),
-        ("triton_small", F16, "there is no backend 'triton_small'"),  # earlier versions had it
         ("torch_rounded", F32, "rounds to half precision, found torch.float32"),
         ("cutlass", F32, "there is no backend 'cutlass'; choose one of torch,"),
     ):

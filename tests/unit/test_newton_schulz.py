@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dmuon import devices
 from dmuon.devices import cpu_has_bf16
-from dmuon.kernels.choice import choose_method, default_restarts
+from dmuon.kernels.choice import choose_method, default_restarts, fixed_speeds
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
     newton_schulz,
@@ -191,7 +191,7 @@ def test_choice_of_method():
         ((128, 512), F32, 5, "gram"),
         ((1024, 4096), BF16, 1, "standard"),
     ):
-        assert choose_method(*shape, dtype, steps) == expected
+        assert choose_method(*shape, dtype, steps, fixed_speeds("cpu", dtype)) == expected
     for shape, method in (((128, 128), "standard"), ((128, 512), "gram")):
         x = gaussian(*shape, dtype=F32)
         results = {m: newton_schulz(x, method=m, dtype=F32) for m in ("standard", "gram")}

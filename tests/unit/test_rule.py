@@ -111,7 +111,8 @@ class Noted:
     def update(self, targets, updates, weights, *, decay, lr, stays, cautious):
         self.seen.append(("update", [t.shape for t in targets], decay, lr, cautious))
         h = replace(EMA, decay=decay, cautious=cautious)
-        RULE._apply_some(targets, updates, h, lr, h.kept(stays), weights)
+        kept = decay if stays is None else torch.where(stays, 1.0, decay)
+        RULE._apply_some(targets, updates, h, lr, kept, weights)
 
     def copier(self, targets, sources, *, turned):
         self.seen.append(("copier", [t.shape for t in targets], turned))

@@ -148,7 +148,6 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
         (2, "gram[2]/torch/bfloat16", False),
         (6, "gram[1,3]/torch/bfloat16", False),
         (4, "gram[1]/torch/bfloat16", False),
-        (5, "standard/triton_small/bfloat16", False),  # a backend of earlier versions
         (9, "standard/torch/bfloat16", True),
         (5, "gram[1,3]/torch/bfloat16", True),
     ):
