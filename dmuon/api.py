@@ -225,7 +225,6 @@ def plan_given(given: Given, request: Request) -> Ownership:
         mesh = dtensors.covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
     transport = _transport(mesh, given.ddp, timeout_s, dtensors.flaw_of_device(named))
-
     at = mesh, transport.world, [p for _, p in named], given.ddp, request.planner
     # Not compiled: timed code must be the code that runs. Loading the compiler here takes seconds.
     plan_on_all = torch.compiler.disable(assemble) if "torch._dynamo" in sys.modules else assemble
@@ -243,7 +242,7 @@ def plan_groups(
     named: Callable[[], dtensors.Named],
     request: Request,
     sizes: Callable[[ModelSpecs], StateSizes],
-    before: Ownership | None = None,
+    before: Ownership | None,
 ) -> Ownership:
     """Plan the parameters that an optimizer's param groups hold now.
 
@@ -295,13 +294,9 @@ def log_plan(plan: OwnershipPlan, seconds: float, why: str = "") -> None:
 
 
 def assemble(
-    given: Given,
-    request: Request,
-    transport: Transport,
-    topology: Callable[[], Topology],
-    new_group: process_groups.NewGroup | None = None,
+    given: Given, request: Request, transport: Transport, topology: Callable[[], Topology]
 ) -> Ownership:
-    """Plan over a given transport, closed on failure; ``new_group`` opens further ones."""
+    """Plan over a given transport, closed on failure, as are its subgroups."""
     opened, began = [transport], time.perf_counter()
     purpose = given.caller
     if given.before is not None:
@@ -328,10 +323,10 @@ def assemble(
         if found.plan is not None:
             found.plan = fitted_plan(found.plan, found.specs, found.topology, found.layout)
             _check_owners(found.plan, found.limits, found.shards, found.differ)
-        new_group, plan = new_group or transport.subgroup, _priced_plan(found)
+        plan = _priced_plan(found)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
-            opened.append(new_group(partition))
+            opened.append(transport.subgroup(partition))
             undo.callback(opened[-1].close)
             return opened[-1]
 

@@ -331,7 +331,11 @@ def stages_of(
     layers = [*dict.fromkeys(layer_of(n) for n, p in named if p in muon and layer_of(n))]
     if len(layers) < ranks * parts:
         raise PlanError(f"--pp {ranks}x{parts} needs as many layers, found {len(layers)} in {text}")
-    rank_of = _ranks_of([name for name, _ in named], layers, ranks, parts, is_v)
+    of_part = [*range(ranks)] * parts
+    if is_v:
+        of_part[ranks:] = reversed(range(ranks))
+    part_of = _parts_of([name for name, _ in named], layers, ranks * parts)
+    rank_of = {name: of_part[part] for name, part in part_of.items()}
     last, uses, made = 0 if is_v else ranks - 1, Counter(p for _, p in named), []
     for rank in range(ranks):
         here = grouped((p, name) for name, p in named if rank_of[name] == rank)
@@ -350,35 +354,21 @@ def _untied(spec: ParameterSpec, is_last: bool) -> ParameterSpec:
     return replace(spec, reason=f"tied to {table}" if is_last else table) if tied else spec
 
 
-def _ranks_of(
-    names: Sequence[str], layers: Sequence[str], ranks: int, parts: int, is_v: bool
-) -> dict[str, int]:
-    """Return the rank of each parameter, as `stages_of` cuts the layers."""
-    found = {}
-    for name, layer in _nearest(names, layers).items():
-        part = _part(layer, len(layers), ranks * parts)
-        found[name] = 2 * ranks - 1 - part if is_v and part >= ranks else part % ranks
-    return found
+def _parts_of(names: Sequence[str], layers: Sequence[str], parts: int) -> dict[str, int]:
+    """Return the part of the layer that each parameter belongs to, or stays with. The first and the
+    last part, with the embedding and the head, are the last to get a layer more.
 
-
-def _part(layer: int, layers: int, parts: int) -> int:
-    """Return the part of a layer. The first and the last part, with the embedding and the head, are
-    the last to get a layer more.
-
-    >>> [_part(layer, 10, 4) for layer in range(10)]
+    >>> [*_parts_of([*"0123456789"], [*"0123456789"], 4).values()]
     [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     """
-    each, more = divmod(layers, parts)
+    each, more = divmod(len(layers), parts)
     longer = [*range(1, parts - 1), 0][:more]
-    return [n for n in range(parts) for _ in range(each + (n in longer))][layer]
-
-
-def _nearest(names: Sequence[str], layers: Sequence[str]) -> dict[str, int]:
-    """Return the number of the layer that each parameter belongs to, or stays with."""
+    part_of = [n for n in range(parts) for _ in range(each + (n in longer))]
     index, found, at = {layer: i for i, layer in enumerate(layers)}, dict[str, int](), -1
     for name in names:
         at = index.get(layer_of(name), at)
         around = {i: layers[i].split(".") for i in (at, at + 1) if 0 <= i < len(layers)}
         path = name.split(".")
-        found[name] = max(around, key=lambda i: sum(accumulate(map(eq, path, around[i]), and_)))
+        nearest = max(around, key=lambda i: sum(accumulate(map(eq, path, around[i]), and_)))
+        found[name] = part_of[nearest]
     return found

@@ -567,7 +567,7 @@ _WORDS = {
     "wd": "weight_decay",
 }
 # Flags of torch's optimizers: the value that changes nothing, and why the other is not supported.
-_FLAGS = {
+FLAGS = {
     "amsgrad": (False, "its AdamW keeps no maximum"),
     "capturable": (False, "a step has collectives, and CUDA graphs of its own"),
     "decoupled_weight_decay": (True, "decay is always decoupled"),
@@ -576,7 +576,6 @@ _FLAGS = {
     "fused": (False, "everything that can be is fused anyway"),
     "maximize": (False, "it minimizes (negate the loss)"),
 }
-FLAGS = frozenset(_FLAGS)
 
 
 def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
@@ -586,13 +585,13 @@ def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
     optimizer, and neither changes an update.
     """
     is_speed = in_group and name in ("foreach", "fused")
-    return name in _FLAGS and (value is None or value is _FLAGS[name][0] or is_speed)
+    return name in FLAGS and (value is None or value is FLAGS[name][0] or is_speed)
 
 
 def instead(name: str, known: Iterable[str]) -> str:
     """Advise on a name that is not among the ``known``."""
-    if name in _FLAGS:
-        return f"dmuon has no such flag, because {_FLAGS[name][1]}: leave the flag out"
+    if name in FLAGS:
+        return f"dmuon has no such flag, because {FLAGS[name][1]}: leave the flag out"
     meant = near(name, known)
     return f"did you mean {meant!r}? Else remove it" if meant else "remove it"
 

@@ -110,9 +110,8 @@ def in_order(cases: Iterable[Case], model: CostTable) -> list[Case]:
     """Sort single matrices before larger batches, both by the time of all matrices of a shape,
     longest first; only the smallest case precedes these, because it shows the device's speed."""
     ms = {case: model.batch_ms(case.key, 1) for case in cases}
-    ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
-    smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key), default=None)
-    return sorted(ordered, key=lambda case: case != smallest)
+    smallest = min(ms, key=lambda case: (case.batch, ms[case], case.key), default=None)
+    return sorted(ms, key=lambda c: (c != smallest, c.batch, -c.count * ms[c], c.key))
 
 
 # ---- the timing loop ---------------------------------------------------------------------

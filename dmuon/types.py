@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # the command line shows its help without torch
@@ -243,6 +244,7 @@ class KernelChoice:
         return f"{self.method}{restarts}/{self.backend}{tile}/{self.dtype}"
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def parse(cls, text: str) -> KernelChoice:
         """Parse a choice that `str` wrote; ValueError for any other text.
 

@@ -88,6 +88,9 @@ class _Transport:
     def broadcast_object(self, value: Any, src: int) -> Any:
         return value
 
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> _Transport:
+        return _Transport(len(partition[0]), self._mesh, (), self.sent)
+
     def meet(self, *args: Any) -> None:
         """All are there."""
 
@@ -450,7 +453,6 @@ def rank_of(
             request,
             transport,
             lambda: Topology.on_nodes(size, axes, [r // 8 for r in range(world)], "cuda"),
-            lambda partition: _Transport(len(partition[0]), mesh, (), sent),
         )
         with Count() as bound:
             opt = dmuon.Muon(model, lr=1e-3, ns_dtype=torch.float16, **muon)

@@ -281,9 +281,8 @@ def _excess(most: float, mean: float) -> float:
     return most / mean - 1 if mean else 0.0
 
 
-@lru_cache(maxsize=8)  # a check may take as long as planning, and reports are often repeated
-def _certified(plan: OwnershipPlan) -> Certificate:
-    return certify(plan)
+# A check may take as long as planning, and reports are often repeated.
+_certified = lru_cache(maxsize=8)(certify)
 
 
 def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
@@ -300,19 +299,14 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
     """Compare the measured milliseconds of each rank with the plan's."""
     world = plan.topology.world
-    predicted = [0.0] * world
     runs: list[Counter[tuple[ShapeKey, int, str]]] = [Counter() for _ in range(world)]
     for batch in plan.batches:
+        what = _key_of(plan, batch), len(batch.matrices), f"{batch.kernel} {len(batch.ranks)}"
         for rank in batch.ranks:
-            predicted[rank] += batch.ms
-            what = _key_of(plan, batch), len(batch.matrices), f"{batch.kernel} {len(batch.ranks)}"
             runs[rank][what] += 1
-    works = [frozenset(run.items()) for run in runs]
-    same = grouped(zip(works, measured_ms, strict=True))
-    # For each rank, the mean time of all ranks that do the same work.
-    alike = [sum(same[work]) / len(same[work]) for work in works]
-    makespan = max(measured_ms)
+    makespan, predicted = max(measured_ms), plan.loads_ms
     busiest = measured_ms.index(makespan)
+    alike = [ms for run, ms in zip(runs, measured_ms, strict=True) if run == runs[busiest]]
     return MeasuredBalance(
         loads_ms=measured_ms,
         ratios=tuple(m / p if p else None for m, p in zip(measured_ms, predicted, strict=True)),
@@ -320,7 +314,7 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
         makespan_ms=makespan,
         imbalance=_excess(makespan, sum(measured_ms) / world),
         busiest=busiest,
-        straggles_ms=measured_ms[busiest] - alike[busiest],
+        straggles_ms=makespan - sum(alike) / len(alike),
     )
 
 

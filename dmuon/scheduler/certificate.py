@@ -29,15 +29,11 @@ class Certificate:
     lower_bound_ms: float
     findings: tuple[str, ...] = ()
 
-    @property
-    def gap(self) -> float:
-        """Makespan / lower bound - 1."""
-        return self.makespan_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
-
     def __str__(self) -> str:
         head = f"makespan {self.makespan_ms:.6g} ms"
         if self.lower_bound_ms:
-            head += f", no plan is faster than {self.lower_bound_ms:.6g} ms (gap {self.gap:.3%})"
+            gap = self.makespan_ms / self.lower_bound_ms - 1
+            head += f", no plan is faster than {self.lower_bound_ms:.6g} ms (gap {gap:.3%})"
         if self.ok and self.proven:
             return f"certificate valid: {head}"
         verdict = "plan valid, bound not proven" if self.ok else "certificate INVALID"

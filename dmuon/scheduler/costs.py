@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +31,8 @@ from dmuon.scheduler.json_files import (
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.types import KernelChoice, PlanError
 
-ORIGINS = ("measured", "derived", "interpolated", "estimated", "analytic", "given")
-"""How a price came about; "estimated" prices are scaled from measured times, beyond their range.
-Only plans of earlier versions have "derived" prices."""
+ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
+"""How a price came about; "estimated" prices are scaled from measured times, beyond their range."""
 
 
 def canonical_key(key: ShapeKey) -> ShapeKey:
@@ -94,8 +93,10 @@ class AnalyticDevice:
         return self._ms(batch, rows, (wide, square), 3 * steps)
 
     def gram_ms(self, rows: int, cols: int, batch: int, steps: int) -> float:
-        """Return the milliseconds of the Gram form on a batch, ``rows`` <= ``cols``."""
-        (segments, squares), half = gram_products(steps), 0.5 if self.triangles else 1.0
+        """Return the milliseconds of the Gram form on a batch, ``rows`` <= ``cols``, with a restart
+        before step 2 and then every 3 steps."""
+        segments, half = 1 + len(range(2, steps, 3)), 0.5 if self.triangles else 1.0
+        squares = 4 * steps - 3 * segments  # products of short side x short side
         wide = 2 * (1 + half) * segments * cols * rows**2, 3.0 * segments * cols * rows
         square = 2 * half * squares * rows**3, 4.0 * squares * rows**2
         return self._ms(batch, rows, (wide, square), 2 * segments + squares)
@@ -194,7 +195,10 @@ def analytic_class(device_type: str, device_name: str = "") -> str:
 
 def nearest_device(device_type: str, device_name: str) -> AnalyticDevice:
     """Return the device's row, or, without one, the H100's, which measured times will scale."""
-    return device_of(device_name, device_type, 1) or ANALYTIC_DEVICES["h100"]
+    try:
+        return ANALYTIC_DEVICES[analytic_class(device_type, device_name)]
+    except PlanError:
+        return ANALYTIC_DEVICES["h100"]
 
 
 def nic_bandwidth(text: str, ranks_per_node: int) -> float:
@@ -209,42 +213,6 @@ def nic_bandwidth(text: str, ranks_per_node: int) -> float:
         )
     bits = float(match[1]) * (1e9 if match[2] in "Gg" else 1e12)
     return bits / 8 * NIC_SHARE / (1 if match[3].lower() == "gpu" else ranks_per_node)
-
-
-def device_of(source: str, device_type: str, ranks_per_node: int) -> AnalyticDevice | None:
-    """Return the device class that a `CostTable.source` or a driver names, with the network card
-    that it names; None if it names no device class."""
-    told, _, nic = source.partition(", nic ")
-    kind, _, name = told.partition(":")
-    try:
-        name = name if kind == "analytic" else analytic_class(device_type, told)
-        device = ANALYTIC_DEVICES.get(name)
-        network = nic_bandwidth(nic, ranks_per_node) if nic else None
-    except PlanError:
-        return None
-    return replace(device, network=network) if device and network else device
-
-
-def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
-    """Return the floating point operations of the standard iteration: ``2K(2nm^2 + m^3)`` for K
-    steps and m <= n (MuonBP, section 2).
-
-    >>> newton_schulz_flops(2, 3, 1)
-    64.0
-    """
-    m, n = min(rows, cols), max(rows, cols)
-    return 2.0 * steps * (2 * n * m * m + m**3)
-
-
-def gram_products(steps: int) -> tuple[int, int]:
-    """Return how often the Gram form computes `X X^T` (and multiplies X), and how many products of
-    short side x short side it needs, with a restart before step 2 and then every 3 steps.
-
-    >>> gram_products(5)
-    (2, 14)
-    """
-    segments = 1 + len(range(2, steps, 3))
-    return segments, 4 * steps - 3 * segments
 
 
 # ---- the table ---------------------------------------------------------------------------
@@ -468,11 +436,9 @@ def _named(kernel: object) -> bool:
         return False
 
 
-def resolve_costs(
-    costs: Any, device_type: str, device_name: str = "", *, momentum: bool = True
-) -> CostTable:
-    """Return the prices that the ``costs=`` argument of `dedicate_params` names. An analytic model
-    uses ``momentum``, and ``device_name``, the driver's name of the device.
+def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> CostTable:
+    """Return the prices that the ``costs=`` argument of `dedicate_params` names; ``momentum`` is
+    for an analytic model.
 
     Raises:
         PlanError: the name or type is unknown, or the file is no cost table.
@@ -480,7 +446,7 @@ def resolve_costs(
     if isinstance(costs, CostTable):
         return costs
     if isinstance(costs, str) and costs.partition(":")[0] == "analytic":
-        name = costs.partition(":")[2] or analytic_class(device_type, device_name)
+        name = costs.partition(":")[2] or analytic_class(device_type)
         return CostTable.analytic(name, momentum=momentum)
     is_path = isinstance(costs, str) and (costs.endswith(".json") or os.path.isfile(costs))
     if is_path or isinstance(costs, os.PathLike):
@@ -544,29 +510,21 @@ def _read(path: str | os.PathLike[str], where: str) -> str:
 
 def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the table in a file's data."""
-    if isinstance(data.get("device"), dict):  # earlier files have no links
-        later = list(asdict(ANALYTIC_DEVICES["cpu"]).items())[4:]
-        data = data | {"device": dict(later) | data["device"]}
     optional = {"rates": Rates} if "rates" in data else {}
     found = decode_fields(_FIELDS | optional, data)
     found["entry_origin"] = found.pop("origin")
     for name, value, of in (("entries", "ms", float), ("kernels", "kernel", str)):
         hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
-        rows = [decode_fields(hints, row, f"{name}[{i}]") for i, row in enumerate(found[name])]
-        found[name] = _by_batch([tuple(row.values()) for row in rows], name)
+        rows = []
+        for i, row in enumerate(found[name]):
+            *key, by_text = decode_fields(hints, row, f"{name}[{i}]").values()
+            if wrong := [size for size in by_text if not _BATCH_SIZE.fullmatch(size)]:
+                told = cut(wrong[0])
+                raise PlanError(f"{name}: expected batch sizes such as '16', found {told!r}")
+            rows.append((tuple(key), {int(size): v for size, v in by_text.items()}))
+        different((key for key, _ in rows), f"the shapes of {name}")
+        found[name] = dict(rows)
     return found
-
-
-def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, Any]]:
-    """Return rows by key, with values by batch size; JSON has these sizes as text."""
-    found = []
-    for *key, by_text in rows:
-        for size in by_text:
-            if not _BATCH_SIZE.fullmatch(size):
-                raise PlanError(f"{name}: expected batch sizes such as '16', found {cut(size)!r}")
-        found.append((tuple(key), {int(size): value for size, value in by_text.items()}))
-    different((key for key, _ in found), f"the shapes of {name}")
-    return dict(found)
 
 
 # ---- the cache ---------------------------------------------------------------------------

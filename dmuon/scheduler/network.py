@@ -22,7 +22,7 @@ import numpy as np
 
 from dmuon.config import BATCH_BUCKETS, BATCH_BYTES, PlannerOptions, ShardedOptions
 from dmuon.scheduler import simulate as sim
-from dmuon.scheduler.costs import CostTable, largest_batch
+from dmuon.scheduler.costs import MAX_BATCH, CostTable, largest_batch
 from dmuon.scheduler.plan import (
     OwnershipPlan,
     Parts,
@@ -39,7 +39,6 @@ from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs, OwnerLimits
 from dmuon.scheduler.topology import Topology, holds_replicas, layer_of
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
-_MOST_IN_BATCH = 16  # blocks that a block step orthogonalizes together
 _CROWDED = 0.85  # share of a link that gloo's messages to several nodes at once reach: network.md
 _NOTHING = sim.Exchange("", 0, 0, 0.0, 0.0, 0.0)
 Sets = tuple[tuple[int, ...], ...]  # sets of ranks that share updates
@@ -58,7 +57,9 @@ class Routes:
         self.plan, self.shards, self.item, self.machine = plan, shards, item, machine
         self.sizes, self.units = sizes, units_of(plan, [0] * len(plan.specs.matrices))
         self.owners = [unit.copies or (unit.owner,) for unit in self.units]
-        travel = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
+        is_local = [shards.is_local(unit.matrices[0], unit.copies) for unit in self.units]
+        self.local = [u for u, alone in enumerate(is_local) if alone]  # for these nothing travels
+        travel = [u for u, alone in enumerate(is_local) if not alone]
         self.cuts, self.slots = buckets_of(self.units, travel, sizes, item)
         self.node = np.array([plan.topology.node(rank) for rank in range(shards.world)])
         self._is_near = self.node[:, None] == self.node
@@ -66,20 +67,12 @@ class Routes:
         self._counts: dict[Sets, sim.Floats] = {}  # ranks that each passes data on to
         self._held: dict[tuple[object, ...], sim.Floats] = {}
 
-    def is_local(self, unit: Unit) -> bool:
-        return self.shards.is_local(unit.matrices[0], unit.copies)
-
     def each(self, units: Sequence[int], value: Callable[[Unit], float]) -> sim.Floats:
         """Return, [world], the sum of a value over the units that each rank computes."""
         found = np.zeros(self.shards.world)
         for u in units:
             found[[*self.owners[u]]] += value(self.units[u])
         return found
-
-    @property
-    def local(self) -> list[int]:
-        """The units for which nothing travels."""
-        return [u for u, unit in enumerate(self.units) if self.is_local(unit)]
 
     @cached_property
     def classes(self) -> np.ndarray[Any, Any]:
@@ -91,9 +84,6 @@ class Routes:
             rows.append(np.array([r.shards[i].box.numel for r in self.shards.reports], float))
         _, first = np.unique(np.array(rows), axis=1, return_index=True)
         return np.sort(first)
-
-    def of_classes(self, values: sim.Floats) -> sim.Floats:
-        return np.asarray(values[self.classes])
 
     def buckets(self) -> list[sim.Bucket]:
         return [self._bucket(members, *self._exchanges(members)) for members in self.cuts]
@@ -113,7 +103,7 @@ class Routes:
             "ms": self.each(members, lambda u: u.ms), "units": self.each(members, lambda _: 1),
             "owned": self.each(members, lambda u: u.numel), "held": held,
         }  # fmt: skip
-        return sim.Bucket(gather, turns, **{k: self.of_classes(v) for k, v in by_rank.items()})
+        return sim.Bucket(gather, turns, **{k: v[self.classes] for k, v in by_rank.items()})
 
     def _place(self, matrix: int) -> tuple[Any, ...]:
         """Return a key that matrices with equal parts share, as items of one stack may do."""
@@ -217,7 +207,7 @@ def _blocks(shards: ShardMap, rank: int, costs: CostTable, ns_item: int) -> tupl
             kinds[m, n, matrix.dtype] += 1
     ms, batches = 0.0, 0
     for key, count in kinds.items():
-        most = largest_batch(*key[:2], _MOST_IN_BATCH, BATCH_BYTES // ns_item)
+        most = largest_batch(*key[:2], MAX_BATCH, BATCH_BYTES // ns_item)
         for batch in [most] * (count // most) + [count % most] * (count % most > 0):
             ms += costs.batch_ms(key, batch)
             batches += 1
@@ -294,7 +284,7 @@ def _work(routes: Routes, costs: CostTable, ns_item: int, places: int, is_alone:
 
     is_cut = routes.plan.layout is Layout.SHARDED and not is_alone
     blocks = [_blocks(shards, r, costs, ns_item) if is_cut else (0.0, 0) for r in routes.classes]
-    alone = routes.of_classes(routes.each(routes.local, lambda unit: unit.ms))
+    alone = routes.each(routes.local, lambda unit: unit.ms)[routes.classes]
     shapes = Counter(matrix.key for matrix in specs.matrices)
     every = sum(n * costs.batch_ms(key, 1) for key, n in shapes.items())
     block_ms, batches = np.array(blocks, float).T

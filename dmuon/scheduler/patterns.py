@@ -91,7 +91,8 @@ def refuted(problem: Problem, limit: int, values: Sequence[int]) -> bool:
     """Return True if ``values``, or exhaustion, prove that no plan's makespan is <= ``limit``."""
     if limit < simple_bound(problem):
         return True
-    if not usable(problem, values):
+    within = all(0 <= value <= WORTH for value in values)  # sums do not overflow
+    if not within or len(values) != len(problem.shapes):
         return False
     worth, listed = np.array(values, np.int64), every_pattern(problem, limit)
     if (most := most_worth(problem, limit, worth, listed)) is None:
@@ -107,12 +108,6 @@ def refuted(problem: Problem, limit: int, values: Sequence[int]) -> bool:
 def leaves_out(listed: Sequence[Ints]) -> bool:
     """Return whether some shape is in no pattern."""
     return not np.concatenate(listed).any(0).all()
-
-
-def usable(problem: Problem, values: Sequence[int]) -> bool:
-    """Return whether each shape has a value, and none is so large that sums would overflow."""
-    within = all(0 <= value <= WORTH for value in values)
-    return within and len(values) == len(problem.shapes)
 
 
 def is_short(problem: Problem, most: Sequence[int], worth: Ints) -> bool:

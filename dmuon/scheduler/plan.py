@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +28,6 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError, grouped
 
 FORMAT_VERSION = 15
-_BEFORE = 14  # an older version that can still be read
 _BUCKETS, _LEAST_BYTES = 4, 1 << 21  # by default so many buckets, if all get so many bytes
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
@@ -94,8 +93,8 @@ class PriceRow:
                     + f" must be between 0 and {_MOST_BATCH_MS:g} milliseconds, found {ms}: "
                     "measure again, or correct the cost table"
                 )
-        for kernel in self.kernels:
-            _check_kernel(kernel)
+        for kernel in filter(None, self.kernels):
+            KernelChoice.parse(kernel)
 
     def kernel(self, batch: int) -> str:
         """Return the kernel of a batch of this size, "" for none."""
@@ -174,8 +173,7 @@ class OwnershipPlan:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The owner of each matrix."""
-        owners = {i: batch.owner for batch in self.batches for i in batch.matrices}
-        return tuple(owners[i] for i in range(len(self.specs.matrices)))
+        return tuple(ranks[0] for ranks in self.copies)
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
@@ -263,14 +261,10 @@ class OwnershipPlan:
         try:
             data = parse(text)
             version = data.get("format") if isinstance(data, dict) else None
-            if version not in (_BEFORE, FORMAT_VERSION):
-                raise PlanError(
-                    f"found format {version!r}, this version reads {_BEFORE} and {FORMAT_VERSION}"
-                )
-            # The older format has another kind of proof, which cannot be read any more.
-            without = {"proof": None} if version == _BEFORE else {}
-            plan: OwnershipPlan = decode(cls, data | without)
-            if version == FORMAT_VERSION and data.get("fingerprint") != plan.fingerprint():
+            if version != FORMAT_VERSION:
+                raise PlanError(f"found format {version!r}, this version reads {FORMAT_VERSION}")
+            plan: OwnershipPlan = decode(cls, data)
+            if data.get("fingerprint") != plan.fingerprint():
                 raise PlanError(
                     "its fingerprint is not that of its content, so it was changed or damaged: "
                     "plan again, or change the plan in code (dataclasses.replace) and write that"
@@ -430,8 +424,8 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], one_by_one: b
         rows, cols = sorted(shapes[0]) if is_mixed else shapes[0]
         transposed = tuple(shape != (rows, cols) for shape in shapes) if is_mixed else ()
         share = batch.ms * len(members) / len(batch.matrices)
-        unit = Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed)
-        units.append(replace(unit, copies=batch.copies))
+        what = batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed
+        units.append(Unit(*what, batch.copies))
     return units
 
 
@@ -530,13 +524,6 @@ def cut_buckets(
     return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
-@lru_cache(maxsize=1024)
-def _check_kernel(kernel: str) -> None:
-    """Raise ValueError unless a kernel is "" or the text of a `KernelChoice`."""
-    if kernel:
-        KernelChoice.parse(kernel)
-
-
 def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], world: int) -> None:
     count = Counter(i for batch in batches for i in batch.matrices)
     known = range(len(matrices))
@@ -556,6 +543,7 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
                 f"{copies[:8]} for owner {batch.owner}"
             )
         try:
-            _check_kernel(batch.kernel)
+            if batch.kernel:
+                KernelChoice.parse(batch.kernel)
         except ValueError as error:
             raise PlanError(f"a batch on rank {batch.owner} cannot be run: {error}") from None

@@ -404,10 +404,13 @@ class _State:
         g, t, at = np.unravel_index(int(after.argmin()), after.shape)
         if after[g, t, at] >= self.loads[b]:
             return False
-        gained = np.zeros_like(self.counts[b])
-        for s, j in (gives[g], takes[t]):
-            gained[s] += j
-        self._give(int(others[at]), b, gained)
+        for rank, sign in ((b, 1), (int(others[at]), -1)):
+            for s, j in (gives[g], takes[t]):
+                self.counts[rank, s] += sign * j
+            taken = zip(self.problem.shapes, self.counts[rank].tolist(), strict=True)
+            ticks = sum(int(shape.ticks[k]) for shape, k in taken if k)
+            self.loads[rank] = self.problem.fixed[rank] + ticks
+            self.free[rank] = self.problem.room[rank] - self.counts[rank] @ self.problem.nbytes
         return True
 
     def _changes(
@@ -436,12 +439,3 @@ class _State:
         most = self.counts[list(ranks)].max(0)
         there = ((s, int(most[s])) for s in np.flatnonzero(most).tolist())
         return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
-
-    def _give(self, giver: int, taker: int, counts: Ints) -> None:
-        problem = self.problem
-        for rank, more in ((taker, counts), (giver, -counts)):
-            self.counts[rank] += more
-            taken = zip(problem.shapes, self.counts[rank].tolist(), strict=True)
-            ticks = sum(int(shape.ticks[k]) for shape, k in taken if k)
-            self.loads[rank] = problem.fixed[rank] + ticks
-            self.free[rank] -= more @ problem.nbytes

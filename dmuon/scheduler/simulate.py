@@ -196,12 +196,14 @@ class Span:
 
 
 class Run:
-    """Executes a program; ``spans`` records work, waits and transfers in the order of issue."""
+    """Executes a program; ``spans`` records work, waits and transfers in the order of issue.
+    ``late``: by layer, the updates that it waits for in the next forward."""
 
     def __init__(self, machine: Machine, classes: int) -> None:
         self.machine = machine
         self.now, self.host = np.zeros(classes), np.zeros(classes)
         self.spans: list[Span] = []
+        self.late: dict[int, list[int]] = defaultdict(list)
         self._free = {INSIDE: (0.0, -1), ACROSS: (0.0, -1)}  # since when, the last span
         self._handling: dict[int, float] = {}
         self._carried: dict[int, float] = {}  # ms left on the wires, by gloo's collective
@@ -284,10 +286,6 @@ class Run:
     def exchange(self, name: str, exchange: Exchange) -> None:
         if exchange:
             self.wait(self.send(name, exchange))
-
-    def meet(self) -> None:
-        """Make the host wait for a result, such as the loss."""
-        self.host = np.maximum(self.host, self.now)
 
     # ---- summaries -----------------------------------------------------------------------
 
@@ -573,12 +571,10 @@ class Job:
 
 
 class Model:
-    """Forward and backward of a job, with the collectives of its framework. ``late``: by layer, the
-    updates that it waits for in the next forward."""
+    """Forward and backward of a job, with the collectives of its framework."""
 
     def __init__(self, run: Run, job: Job) -> None:
         self.run, self.job = run, job
-        self.late: dict[int, list[int]] = defaultdict(list)
 
     def _compute(self, block: Block, kind: str) -> None:
         run, job, is_back = self.run, self.job, kind == "backward"
@@ -622,7 +618,7 @@ class Model:
             arriving = self._gather(block) if self.job.waits else following
             if not self.job.waits:
                 following = self._gather(layers[n + 1][1]) if n + 1 < len(layers) else []
-            self.run.wait(*(self.late.pop(i, ()) if kind == "forward" else ()))
+            self.run.wait(*(self.run.late.pop(i, ()) if kind == "forward" else ()))
             self._arrive(block, arriving)
             self.run.exchange(f"{block.name} rest", self.job.of_rest(block, "all_gather"))
             self._compute(block, kind)
@@ -640,13 +636,13 @@ class Model:
     def backward(self) -> None:
         root, *layers = self.job.blocks
         self._compute(root, "backward")
-        sent, gathered, nothing = list[int](), Block("gradients"), Block("gradients")
+        sent, gathered = list[int](), Block("gradients")
         for block in self._through([*enumerate(layers)][::-1], "backward"):
-            gathered += replace(block, name="")
+            gathered += block
             is_bucketed = self.job.around in (Layout.REPLICATED, Layout.REDUCED)
             if not is_bucketed or sum(gathered.gradients) >= _DDP_BUCKET:
                 sent += self._reduce(replace(gathered, name=block.name))
-                gathered = nothing
+                gathered = Block("gradients")
         sent += self._reduce(gathered + root)
         self.run.wait(*sent)
         across = [self.run.send(b.name, each) for b in layers if (each := self.job.to_owners(b))]
@@ -655,7 +651,7 @@ class Model:
 
 # ---- optimizers --------------------------------------------------------------------------
 
-Program = Callable[[Run, Job, Model], None]
+Program = Callable[[Run, Job], None]
 
 
 def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int = 1) -> None:
@@ -666,15 +662,15 @@ def _passes(run: Run, job: Job, name: str, of: Passes, elements: Any, times: int
     run.compute(name, "elementwise", run.machine.passes_ms(nbytes), times * calls)
 
 
-def adamw(run: Run, job: Job, model: Model) -> None:
+def adamw(run: Run, job: Job) -> None:
     """Run AdamW on everything; foreach, or fused."""
     _passes(run, job, "AdamW", _ADAMW, job.work.matrices + job.work.adamw)
 
 
-def full_step(run: Run, job: Job, model: Model) -> None:
+def full_step(run: Run, job: Job) -> None:
     """Run Muon with momentum on params: `ParamsEngine._full_step`."""
     _passes(run, job, "operands", _OPERAND, job.work.matrices)
-    _Pipelined(run, job).run(run.send("verdict", job.verdict), model)
+    _Pipelined(run, job).run(run.send("verdict", job.verdict))
 
 
 class _Pipelined:
@@ -687,7 +683,7 @@ class _Pipelined:
         self._turn = [0] * len(job.buckets)
         self.depth = max((len(b.turns) for b in job.buckets), default=0)
 
-    def run(self, verdict: int, model: Model) -> None:
+    def run(self, verdict: int) -> None:
         run, job = self._run, self._job
         count = len(job.buckets)
         only_publishes = not any(bucket.gather for bucket in job.buckets)
@@ -760,7 +756,7 @@ class _Pipelined:
         _passes(self._run, self._job, f"apply {b}", _APPLY, self._job.buckets[b].held)
 
 
-def block_step(run: Run, job: Job, model: Model) -> None:
+def block_step(run: Run, job: Job) -> None:
     """Run MuonBP's block step, without traffic."""
     work, (ms, batches) = job.work, job.work.blocks
     _passes(run, job, "operands", _OPERAND, work.matrices)
@@ -770,7 +766,7 @@ def block_step(run: Run, job: Job, model: Model) -> None:
     _passes(run, job, "AdamW on the rest", _ADAMW, work.adamw)
 
 
-def owners_step(run: Run, job: Job, model: Model) -> None:
+def owners_step(run: Run, job: Job) -> None:
     """Run Muon with momentum at owners, whose prices include it. In `reduce_to_owner` buckets of
     updates go from all owners to all ranks."""
     run.exchange("verdict", job.verdict)
@@ -785,14 +781,14 @@ def owners_step(run: Run, job: Job, model: Model) -> None:
     if job.around is Layout.DEDICATED:
         for i, block in enumerate(job.blocks[1:]):
             if published := job.to_holders(block):
-                model.late[i].append(run.send(f"{block.name} to holders", published))
+                run.late[i].append(run.send(f"{block.name} to holders", published))
     _passes(run, job, "AdamW on the rest", _ADAMW, job.work.adamw)
     for b, bucket in enumerate(job.buckets):
         if bucket.turns:
             way.apply(b)
 
 
-def redundant_step(run: Run, job: Job, model: Model) -> None:
+def redundant_step(run: Run, job: Job) -> None:
     """Run `torch.optim.Muon`: every rank orthogonalizes everything, after DDP or, if weights are
     sharded, after an all-gather of each momentum in turn ("gather-then-compute")."""
     (ms, count), work = job.work.every, job.work
@@ -843,7 +839,7 @@ def link_ms(job: Job) -> float:
 def optimizer_ms(job: Job) -> float:
     """Return the milliseconds of Muon's full step alone."""
     run = Run(job.machine, len(job.work.matrices))
-    own_step(job)(run, job, Model(run, job))
+    own_step(job)(run, job)
     return float(run.now.max())
 
 
@@ -859,14 +855,14 @@ def simulate(job: Job, program: Program | None = None) -> Step:
     model, since, begin = Model(run, job), 0.0, 0.0
     for _ in range(2):
         since = float(run.now.max())
-        run.meet()
+        run.host = np.maximum(run.host, run.now)  # which waits for a result, such as the loss
         model.forward()
         model.backward()
         begin = float(run.now.max())
         if job.clips:
             _passes(run, job, "norm", _NORM, job.work.matrices + job.work.adamw)
             run.exchange("clipping", replace(job.verdict, purpose="clipping"))
-        (program or own_step(job))(run, job, model)
+        (program or own_step(job))(run, job)
     end = float(run.now.max())
     return Step(end - since, end - begin, run, since)
 

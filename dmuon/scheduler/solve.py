@@ -44,7 +44,7 @@ from dmuon.scheduler.problem import (
     improve,
 )
 from dmuon.scheduler.specs import ModelSpecs, OwnerLimits, StateSizes
-from dmuon.scheduler.topology import Topology, launch_order, layer_of, place
+from dmuon.scheduler.topology import Topology, layer_of, natural_key, place
 from dmuon.types import Layout, PlanError, grouped
 
 _ATTEMPTS = 16  # to find better counts, and as many to raise the bound
@@ -56,11 +56,11 @@ _MOST_CLASSES = 12
 class Budget:
     """The wall clock, asked only after the work limits; ``hit`` once it has cut a search short."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now, self._end, self.hit = now, now() + seconds, False
+    def __init__(self, seconds: float) -> None:
+        self._end, self.hit = time.perf_counter() + seconds, False
 
     def left_s(self) -> float:
-        return max(self._end - self._now(), 0.0)
+        return max(self._end - time.perf_counter(), 0.0)
 
     def spent(self) -> bool:
         self.hit = self.hit or self.left_s() <= 0
@@ -88,7 +88,7 @@ def solve(
     *,
     layout: Layout = Layout.REDUCED,
     solver: str = "auto",
-    options: PlannerOptions | None = None,
+    options: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     limits: OwnerLimits | None = None,
     batch_numel: int = BATCH_NUMEL,
     way: Way = Way(),  # noqa: B008  frozen
@@ -103,7 +103,6 @@ def solve(
     Raises:
         PlanError: the solver is unknown, a shape has no cost, or no plan fits the memory cap.
     """
-    options = options or PlannerOptions()
     if solver not in SOLVERS:
         raise PlanError(f"solver={solver!r} is unknown: choose from {tuple(SOLVERS)}")
     begin = time.perf_counter()
@@ -115,7 +114,9 @@ def solve(
     _check_fixed_bytes(limits, topology.world, layout)
     prices = {row.key: row.ms for row in rows}
     problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
-    order = launch_order([matrix.name for matrix in specs.matrices])
+    # About launch order: matrices in natural order of their names, however given.
+    names = [natural_key(matrix.name) for matrix in specs.matrices]
+    order = sorted(range(len(names)), key=names.__getitem__)
     simple = baselines(problem, order, spent=budget.spent)
     # A search that the clock cut short is not reported for comparison.
     known = [name for name in simple if name != "greedy" or not budget.hit]
@@ -138,9 +139,8 @@ def solve(
         size = {row.key: -row.ms[0] for row in rows}
         key = [size[m.key] for m in specs.matrices]
         plan = replace(plan, batches=tuple(sorted(plan.batches, key=lambda b: key[b.matrices[0]])))
-    plan = replace(plan, bucket_bytes=way.bucket_bytes, rings=way.rings)
-    search = replace(plan.search, seconds=time.perf_counter() - begin)
-    return replace(plan, search=search)
+    search = replace(plan.search, seconds=time.perf_counter() - begin, hit_time_limit=budget.hit)
+    return replace(plan, bucket_bytes=way.bucket_bytes, rings=way.rings, search=search)
 
 
 def _outcome(
@@ -152,7 +152,7 @@ def _outcome(
         "solver": found.solver,
         "status": "optimal" if is_optimal else "time_limit" if budget.hit else "feasible",
         "lower_bound_ms": problem.ms(found.bound),
-        "search": Search(alternatives, 0.0, found.engine, found.note, budget.hit),
+        "search": Search(alternatives, engine=found.engine, note=found.note),
         "proof": found.values,
     }
 
@@ -338,8 +338,7 @@ def _with_copies(
     made = replace(plan, batches=tuple(sorted(batches, key=lambda b: position[b.matrices[0]])))
     is_optimal = made.makespan_ms <= made.lower_bound_ms
     status = "optimal" if is_optimal else "time_limit" if budget.hit else "feasible"
-    search = replace(plan.search, hit_time_limit=budget.hit)
-    return replace(made, status=status, search=search)
+    return replace(made, status=status)
 
 
 def _tight(problem: Problem, budget: Budget) -> Counts:

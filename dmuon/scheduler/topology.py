@@ -74,11 +74,9 @@ class Topology:
                 raise ValueError(wrong)
 
     @classmethod
-    def flat(
-        cls, world: int, *, ranks_per_node: int | None = None, device_type: str = "cpu"
-    ) -> Topology:
+    def flat(cls, world: int, *, ranks_per_node: int | None = None) -> Topology:
         """Return a one-axis mesh of ``world`` data-parallel ranks."""
-        return cls((world,), ("dp",), ranks_per_node or world, device_type)
+        return cls((world,), ("dp",), ranks_per_node or world)
 
     @classmethod
     def on_nodes(
@@ -349,8 +347,3 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     # Text and numbers alternate, beginning with text, so that like is compared with like.
     parts = re.split(r"([0-9]+)", name)
     return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), name
-
-
-def launch_order(names: Sequence[str]) -> list[int]:
-    """Return matrices in natural order of their names, about launch order, however given."""
-    return sorted(range(len(names)), key=lambda i: natural_key(names[i]))

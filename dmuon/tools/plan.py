@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser) -> Any:
-    """Add the options of `planner`; return the group of --model, which is exclusive."""
+    """Add the options of `planned`; return the group of --model, which is exclusive."""
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"{MODELS}. Presets: {', '.join(PRESETS)}")
@@ -173,14 +173,12 @@ def staged(args: argparse.Namespace) -> list[Stage]:
     return stages_of(args.model, args.dtype, ranks, parts, is_v=is_v, **cuts)
 
 
-def planner(
-    args: argparse.Namespace, stage: Stage
-) -> tuple[Callable[[str], OwnershipPlan], ShardMap, CostTable]:
-    """Return a function from a solver's name to a stage's plan; the shard map; the prices."""
+def planned(args: argparse.Namespace, stage: Stage) -> tuple[OwnershipPlan, ShardMap, CostTable]:
+    """Return a stage's plan, the shard map and the prices."""
     from dmuon.config import PlannerOptions, ShardedOptions
     from dmuon.devices import GPU
+    from dmuon.scheduler import network
     from dmuon.scheduler.costs import resolve_costs
-    from dmuon.scheduler.network import planned as made
     from dmuon.scheduler.shards import evenly_sharded
     from dmuon.scheduler.topology import Topology
 
@@ -217,16 +215,13 @@ def planner(
 
     bucket = getattr(args, "bucket", None)
     asked = None if bucket is None else ShardedOptions(bucket_bytes=bucket)
-
-    def planned(solver: str) -> OwnershipPlan:
-        try:
-            how = layout, solver, options, limits
-            return made(specs, topology, costs, shards, *how, asked=asked)
-        except PlanError as error:  # in the words of the command line
-            told = str(error).replace("PlannerOptions(owner_memory_bytes=...)", "--memory")
-            raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
-
-    return planned, shards, costs
+    how = layout, args.solver or "auto", options, limits
+    try:
+        plan = network.planned(specs, topology, costs, shards, *how, asked=asked)
+    except PlanError as error:  # in the words of the command line
+        told = str(error).replace("PlannerOptions(owner_memory_bytes=...)", "--memory")
+        raise type(error)(told.replace("owner_memory_bytes", "--memory")) from error
+    return plan, shards, costs
 
 
 def memory_of(plan: OwnershipPlan, shards: ShardMap, rank: int) -> dict[str, int]:
@@ -309,8 +304,7 @@ def _pipeline_bytes(plan: OwnershipPlan, units: Sequence[Unit], shards: ShardMap
 def _report(args: argparse.Namespace, stage: Stage) -> LoadBalanceReport:
     from dmuon.report.data import LoadBalanceReport
 
-    planned, shards, _ = planner(args, stage)
-    plan = planned(args.solver or "auto")
+    plan, shards, _ = planned(args, stage)
     owned = Counter[int]()
     for matrix, owner in zip(plan.specs.matrices, plan.owners, strict=True):
         owned[owner] += matrix.numel

@@ -26,7 +26,7 @@ from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, local_rates, measured_costs, slowest_s
 from dmuon.report.render import grid, printed
-from dmuon.scheduler.costs import MAX_BATCH, CostTable, Rates, newton_schulz_flops
+from dmuon.scheduler.costs import MAX_BATCH, CostTable, Rates
 from dmuon.scheduler.simulate import Group, collective
 from dmuon.scheduler.specs import ITEM_SIZE, ShapeKey
 from dmuon.tools.plan import MODELS, positive, wrote
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads or threads)
-        with _all_ranks(device) as transport:
+        with _all_ranks() as transport:
             table = measured_costs(transport, keys, device, options, **how)
             table = replace(table, rates=measured_rates(transport, device))
             if transport.rank:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _all_ranks(device: torch.device) -> Iterator[Transport]:
+def _all_ranks() -> Iterator[Transport]:
     """Open a transport of all ranks that torchrun has started, or of this process alone."""
     if not dist.is_torchelastic_launched():
         yield Transport()
@@ -180,7 +180,8 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
         named = f"{m} x {n}", dtype
         for batch in (case.batch for case in of_shape):
             ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
-            rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
+            operations = 2.0 * table.ns_steps * batch * (2 * n * m**2 + m**3)  # MuonBP, section 2
+            rate = operations / 1e6 / ms if ms else 0.0
             speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}"
             kernel = table.kernel(key, batch).rpartition("/")[0]
             cells = *named, str(batch), f"{ms:.3f}", f"{ms / batch:.3f}", speed, origin, kernel

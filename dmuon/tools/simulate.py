@@ -29,7 +29,7 @@ from dmuon.tools.plan import (
     each_once,
     memory_bytes,
     memory_of,
-    planner,
+    planned,
     positive,
     show,
     stage_table,
@@ -120,8 +120,7 @@ class Setting:
 
     @classmethod
     def _of_stage(cls, given: argparse.Namespace, stage: Stage, width: int) -> Setting:
-        planned, shards, costs = planner(given, stage)
-        plan = planned(given.solver or "auto")
+        plan, shards, costs = planned(given, stage)
         is_cut = plan.layout is Layout.SHARDED
         limited = {"--period": given.period > 1, "--tp": given.tp > 1} if not is_cut else {}
         if plan.layout is Layout.DEDICATED:

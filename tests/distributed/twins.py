@@ -236,7 +236,8 @@ def planned(
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         return transport(inner.subgroup(partition), events=outer.events)
 
-    return assemble(Given(model), Request(**asked), outer, topology, new_group), outer
+    outer.subgroup = new_group
+    return assemble(Given(model), Request(**asked), outer, topology), outer
 
 
 def laid_out(

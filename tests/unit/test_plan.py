@@ -141,7 +141,7 @@ def with_batches(plan: OwnershipPlan, *batches: Batch) -> OwnershipPlan:
     lambda p: with_batches(p, *(Batch(o, (i,), 1.0) for i, o in enumerate([0, 0, 1]))),
     lambda p: replace(p, topology=Topology.flat(3)),
     lambda p: replace(p, topology=Topology((2,), ("dp",), 1)),
-    lambda p: replace(p, topology=Topology.flat(2, device_type="cuda")),
+    lambda p: replace(p, topology=Topology((2,), ("dp",), 2, "cuda")),
     lambda p: replace(p, layout=Layout.DEDICATED),
     lambda p: with_specs(p, replace(p.specs.parameters[0], name="other"), *p.specs.parameters[1:]),
     lambda p: with_specs(p, replace(p.specs.parameters[0], shape=(6, 4)), *p.specs.parameters[1:]),
@@ -207,15 +207,9 @@ def test_a_matrix_is_a_part_of_its_parameter(kind, changes, message):
 
 
 def test_a_plan_of_another_format_says_which():
-    for version in (99, 1, 10):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 14 and 15"):
+    for version in (99, 1, 14):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 15"):
             OwnershipPlan.from_json(broken(format=version))
-
-
-def test_a_plan_of_the_format_before_is_read_without_its_proof():
-    duals = [[[5, 0], [1, 1]], -1]
-    plan = OwnershipPlan.from_json(broken(format=14, proof=duals, lower_bound_ms=0.5))
-    assert plan.owners == (0, 1) and plan.proof is None and plan.lower_bound_ms == 0.5
 
 
 @pytest.mark.parametrize(("batches", "message"), [

@@ -215,7 +215,7 @@ def test_collectives_are_issued_in_the_order_of_the_step():
         tags = [tag for tag, _ in rank.sent]
     of = network.job_of(plan, shards, H100, replace(GPU, rates=replace(RATES, call_s=1e-6)), LOAD)
     run = Run(of.machine, len(of.work.matrices))
-    full_step(run, of, None)
+    full_step(run, of)
     names = {"verdict": "norms"}
     carried = dict.fromkeys((span.name, span.kind) for span in run.spans if span.on != DEVICE)
     issued = [names.get(kind, kind) for _, kind in carried]  # both levels carry some

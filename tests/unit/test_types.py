@@ -62,7 +62,7 @@ dmuon.Muonn(model)  # wrong: Muonn
 def test_names_in_types_are_those_that_are_taken() -> None:
     assert get_args(types.BackendName) == ("auto", *BACKENDS)
     assert {*get_args(types.CoefficientSet)} == COEFFICIENT_SETS.keys()
-    assert types.OthersFlags.__annotations__.keys() == config.FLAGS
+    assert types.OthersFlags.__annotations__.keys() == config.FLAGS.keys()
     known = {f.name for f in fields(Request)} - {"ns_dtype"}
     assert Dedicate.__annotations__.keys() == known
 
