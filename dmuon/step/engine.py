@@ -125,6 +125,17 @@ class Record:
         return {"ns_ms": self.watch.milliseconds(), **found, "exposed_ms": exposed}
 
 
+@dataclass(eq=False)
+class LastStep:
+    """The step count after the last step, whether that was a full one, and the bytes sent since the
+    step before; ``records`` of a few steps, once somebody has asked for them."""
+
+    steps: int = 0
+    full: bool = True
+    bytes: Counter[str] = field(default_factory=Counter)
+    records: deque[Record] | None = None
+
+
 @dataclass(eq=False, repr=False)
 class Engine(ABC):
     """The work of one ownership in `Muon.step`, in calling order. The constructor makes the state
@@ -148,10 +159,7 @@ class Engine(ABC):
         for p in runtime.parameters[:1]:
             list_kernels(p.device)
         self.verifier = Verifier()
-        self._samples: list[Sample] = []
-        # The count after the last step, whether it was full, the bytes sent since the one before.
-        self._steps, self._was_full, self._bytes = 0, True, Counter[str]()
-        self._records: deque[Record] | None = None  # once somebody has asked for them
+        self._last = LastStep()
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -179,6 +187,7 @@ class Engine(ABC):
         return self._optimizer.param_groups
 
     def _momentum_dtypes(self, matrix: int) -> tuple[torch.dtype, torch.dtype]:
+        """See `rule.momentum_dtypes`."""
         asked = self._groups[self._group_of[matrix]]["momentum_dtype"]
         weight: torch.dtype = getattr(torch, self._runtime.plan.specs.matrices[matrix].dtype)
         return momentum_dtypes(asked, weight, self._settings.master_weights)
@@ -195,10 +204,10 @@ class Engine(ABC):
     def _begin_update(self) -> None:
         # Snapshots, because a scheduler may change the groups before an update is applied.
         self._hypers = [Hyper.of(group) for group in self._groups]
-        schedule = self._settings.schedule
-        if self._records is not None and self._steps:
-            self._records.append(self._record())  # all of that step's work is done
-        self._steps, self._was_full = schedule.t + 1, schedule.is_full(schedule.t)
+        last, schedule = self._last, self._settings.schedule
+        if last.records is not None and last.steps:
+            last.records.append(self._record())  # all of that step's work is done
+        last.steps, last.full = schedule.t + 1, schedule.is_full(schedule.t)
         self._telemetry.begin_step()
 
     def _note(self, finite: bool | Tensor, *, is_late: bool = False) -> None:
@@ -316,7 +325,7 @@ class Engine(ABC):
     def count_bytes(self) -> None:
         """Record the bytes that this rank has passed to collectives since the step before."""
         meter = self._runtime.meter
-        self._bytes = Counter(meter if self._runtime.transport.world > 1 else ())
+        self._last.bytes = Counter(meter if self._runtime.transport.world > 1 else ())
         meter.clear()
 
     # ---- reports of skipped steps ------------------------------------------------------------
@@ -417,7 +426,7 @@ class Engine(ABC):
     def take_sample(self, count: int) -> None:
         """Sample some matrices before a step for `check_sample`; a collective call."""
         specs = self._runtime.plan.specs
-        self._samples = []
+        self.verifier.samples = []
         for parameter, box in self.verifier.sample(self._runtime.plan, count):
             shape = specs.parameters[parameter].shape
             members = ((i, m) for i, m in enumerate(specs.matrices) if m.parameter == parameter)
@@ -426,7 +435,7 @@ class Engine(ABC):
             before = [part.clone() for _, _, part in stored()]
             whole, kept = self.whole(parameter), self._kept_of(i, matrix)
             working = self._momentum_dtypes(i)[1]
-            self._samples.append(Sample(matrix, *whole, kept, before, stored, working))
+            self.verifier.samples.append(Sample(matrix, *whole, kept, before, stored, working))
 
     def _kept_of(self, i: int, matrix: MatrixSpec) -> dict[str, Tensor]:
         """Return a variant's state of matrix ``i``, ``[1, ...]``, on every rank; a collective."""
@@ -442,7 +451,7 @@ class Engine(ABC):
     def check_sample(self) -> None:
         """Raise CorruptionError, on every rank, if a step's results differ from the sample's (or do
         whatever else the verifier does then)."""
-        samples, self._samples = self._samples, []
+        samples, self.verifier.samples = self.verifier.samples, []
         plan, found = self._runtime.plan, []
         for s in samples if self.skips.finite else ():
             group = self._group_of[plan.specs.matrices.index(s.matrix)]
@@ -464,7 +473,7 @@ class Engine(ABC):
             "finite": bool(self.skips.finite),
             "skipped": int(self.skips.seen()),
             "below_eps": self._message.found.below_eps,
-            "bytes": dict(self._bytes),
+            "bytes": dict(self._last.bytes),
             "step_bytes": self.step_bytes(),
             "kernels": self._kernels.report() | {"lists": lists},
         }
@@ -489,16 +498,16 @@ class Engine(ABC):
         """Return records by step count, of recent steps that can be read without waiting for the
         device. Where the last step may not be ready, steps keep records from the first call on."""
         if host_can_read(self._runtime.device):
-            return {self._steps: self._record()} if self._steps else {}
-        if self._records is None:
-            self._records = deque(maxlen=3)
-        return {record.steps: record for record in self._records if record.numbers.ready()}
+            return {self._last.steps: self._record()} if self._last.steps else {}
+        if self._last.records is None:
+            self._last.records = deque(maxlen=3)
+        return {record.steps: record for record in self._last.records if record.numbers.ready()}
 
     def _record(self) -> Record:
         (matrices, rms), found = self._update_rms(), self._message.found
         numbers = HostCopy(torch.cat([rms, rms.new_zeros(1).add(self.skips.seen())]))
-        watch, waits = self._telemetry.watch, self._runtime.meter.waits
-        step = self._steps, self._was_full, self._bytes.total(), watch, waits
+        last, watch, waits = self._last, self._telemetry.watch, self._runtime.meter.waits
+        step = last.steps, last.full, last.bytes.total(), watch, waits
         return Record(*step, found.square, found.below_eps, matrices, numbers)
 
     def in_groups(self, record: Record) -> Iterator[tuple[int, float]]:

@@ -316,7 +316,7 @@ class ParamsEngine(Engine):
             self._report_skips()
 
     def finish(self) -> None:
-        if self._was_full:  # this may issue a collective, and a block step must not
+        if self._last.full:  # this may issue a collective, and a block step must not
             super().finish()
 
     def _send_refusal(self, refusal: Exception) -> None:
@@ -547,7 +547,7 @@ class ParamsEngine(Engine):
     # ---- reading and state ---------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        return super().stats() | {"full_step": self._was_full}
+        return super().stats() | {"full_step": self._last.full}
 
     def describe(self) -> str:
         travel = f"buckets that travel: {len(self._runtime.bound().buckets)}"

@@ -61,7 +61,11 @@ def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
 
 
 class Verifier:
-    """Chooses and judges the matrices to check; tools replace it."""
+    """Chooses and judges the matrices to check; tools replace it. ``samples`` were taken before the
+    step that is checked."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
         """Return sample ``count`` of `matrices_of`, equal on all ranks: an eighth of an owner's."""

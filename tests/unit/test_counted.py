@@ -44,7 +44,7 @@ def test_a_step_at_real_sizes(world, how, launches, per_element):
         assert kept <= min(8 * bucket + 2 * 4 * largest(LLAMA), 2.5 * GIB), formula
         for _ in range(2):  # the second one is a block step, if there are any
             count = rank.step()
-        assert rank.engine._was_full is ("period" not in how)
+        assert rank.engine._last.full is ("period" not in how)
         temporary = sum(formula.get(purpose, 0) for purpose in TEMPORARIES)
         assert count.most - temporary <= MIB and count.alive <= MIB, (count.most, formula)
         assert not count.reads
