@@ -198,15 +198,19 @@ class Muon(Optimizer):
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = self._run = _Run(switches, ParamGroups(params))
-        asked = muon, adamw, period, dedicate, nonfinite_group
-        made = attempt_in_all(transports, lambda: self._prepare(given, ownerships, *asked))
+        if nonfinite_group is not None:
+            run.stages = attempt_in_all(transports, lambda: Stages(nonfinite_group))
+        staged[run.groups] = run.stages
+        every = [*transports, *([] if run.stages is None else [run.stages.transport])]
+        asked = muon, adamw, period, dedicate
+        made = attempt_in_all(every, lambda: self._prepare(given, ownerships, *asked))
         _keep_compiler_out()
         super().__init__(made, {})
         self.defaults = dict(run.groups.defaults[0])
         self._note_progress(self.param_groups)
         run.ready = True
         if ownerships:
-            self._bind(ownerships)
+            self._plan()
 
     def _prepare(
         self,
@@ -216,7 +220,6 @@ class Muon(Optimizer):
         adamw: config.AdamWDefaults,
         period: Period,
         dedicate: Dedicate | None,
-        nonfinite_group: DeviceMesh | dist.ProcessGroup | None,
     ) -> list[Group]:
         """Check and complete the param groups. Not a collective call: `_bind` compares ranks."""
         run = self._run
@@ -224,14 +227,12 @@ class Muon(Optimizer):
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
         run.schedule = Schedule(period)
-        if nonfinite_group is not None:
-            if run.schedule.never_full:
-                raise ValueError(
-                    "nonfinite_group with period=math.inf: ranks agree in full steps, and there is "
-                    "none. Leave nonfinite_group out, or pass a finite period"
-                )
-            run.stages = staged[run.groups] = Stages(nonfinite_group)
-            run.groups.is_stage = True
+        run.groups.is_stage = run.stages is not None
+        if run.groups.is_stage and run.schedule.never_full:
+            raise ValueError(
+                "nonfinite_group with period=math.inf: ranks agree in full steps, and there is "
+                "none. Leave nonfinite_group out, or pass a finite period"
+            )
         run.asked = Request.of(dedicate, ownerships)
         run.groups.selection = {n: getattr(run.asked, n) for n in ("select", "splits", "heads")}
         made = run.groups.read(given, routes_in(ownerships))
@@ -272,12 +273,24 @@ class Muon(Optimizer):
     def _plan(self) -> _Run:
         """Plan unless that has been done; a collective call."""
         run = self._run
-        if not run.engines:
+        if run.engines:
+            return run
+
+        def plan() -> None:
             # dedicate_params may have been called since the optimizer was made.
             ownerships = ownerships_in(run.groups.passed, entries_of(self.param_groups))
             # Training uses these tensors, even if a report was asked for in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._bind(ownerships or [self._new_ownership()])
+
+        text, others = self._text_of_run(), [] if run.stages is None else [run.stages.transport]
+        what = "planning all pipeline stages (by their rank in nonfinite_group)"
+        try:
+            attempt_in_all(others, plan, what=what, digest=lambda _: text)
+        except Exception:
+            if run.engines:  # another stage has failed
+                self._unbind(run.ownerships)
+            raise
         return run
 
     def _new_ownership(self, before: Ownership | None = None) -> Ownership:
@@ -366,7 +379,7 @@ class Muon(Optimizer):
         agreed = run.switches | {"ns_dtype": ns_dtype}
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         if run.stages is not None and not again:
-            run.stages.check(transports, self._text_of_run())
+            run.stages.check(transports)
         del agreed["verify_every"]
         settings = Settings(run.schedule, accepted.digest, **agreed)
         if not again:
@@ -455,7 +468,7 @@ class Muon(Optimizer):
         """List, in lines, values to agree on with other pipeline stages, too."""
         run = self._run
         stages = None if run.stages is None else len(run.stages.ranks)
-        values = run.switches | {"period": run.schedule.describe(), "nonfinite_group": stages}
+        values = run.switches | run.schedule.state() | {"nonfinite_group": stages}
         return "\n".join(f"{k}={v}" for k, v in values.items())
 
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:

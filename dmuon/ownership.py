@@ -35,7 +35,7 @@ _owner_by_parameter: weakref.WeakValueDictionary[int, Ownership] = weakref.WeakV
 # A model keeps its ownership alive, even without its handle; an ownership keeps no module.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
 # The other pipeline stages that an optimizer with these param groups agrees with.
-staged: weakref.WeakKeyDictionary[ParamGroups, Stages] = weakref.WeakKeyDictionary()
+staged: weakref.WeakKeyDictionary[ParamGroups, Stages | None] = weakref.WeakKeyDictionary()
 
 
 class Ownership:
@@ -229,7 +229,7 @@ def routes_in(ownerships: Sequence[Ownership]) -> dict[Tensor, Route]:
 def stages_of(model: nn.Module) -> Stages | None:
     """Return the ``nonfinite_group`` of the optimizer that trains modules of ``model``."""
     mine = {*model.modules()}
-    for groups, stages in staged.items():
+    for groups, stages in reversed([*staged.items()]):  # the latest optimizer
         models = (reference() for reference in groups.models)
         if any(not mine.isdisjoint(m.modules()) for m in models if m is not None):
             return stages

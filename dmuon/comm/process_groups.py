@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.transport import C10dTransport, Meter, Transport
+from dmuon.comm.transport import GivenTransport, Meter, Transport
 from dmuon.scheduler.topology import Topology
 from dmuon.types import ConsensusError, OwnershipError, first_of, grouped
 
@@ -133,7 +132,7 @@ class ProcessGroups:
 
 class Stages:
     """One rank of each pipeline stage, which skip steps together: `dmuon.Muon`'s
-    ``nonfinite_group``. Connected by the first use, which is a collective call of its ranks."""
+    ``nonfinite_group``."""
 
     def __init__(self, group: object) -> None:
         if isinstance(group, DeviceMesh) and group.ndim == 1:
@@ -143,19 +142,16 @@ class Stages:
                 "nonfinite_group must be a process group that has this rank, or a DeviceMesh of "
                 f'one axis, such as mesh["pp"], found {group!r}'
             )
-        self._group = group
         self.ranks = dist.get_process_group_ranks(group)
-
-    @cached_property
-    def _transport(self) -> Transport:
-        return C10dTransport(self.ranks, parent=self._group)
+        # Stages may have made different numbers of groups, and torch could not match a new one.
+        self.transport = GivenTransport(group)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        self._transport.all_reduce(tensor, tag="nonfinite_group", maximum=maximum).wait()
+        self.transport.all_reduce(tensor, tag="nonfinite_group", maximum=maximum).wait()
 
-    def check(self, transports: Sequence[Transport], text: str) -> None:
-        """Raise OwnershipError unless this is the only rank of its meshes in the group, and
-        ConsensusError unless ``text`` is the same on all; a collective call."""
+    def check(self, transports: Sequence[Transport]) -> None:
+        """Raise OwnershipError unless this is the only rank of its meshes in the group; a
+        collective call of these meshes."""
         meshes = [set(transport.gather_objects(dist.get_rank())) for transport in transports]
 
         def alone() -> None:
@@ -167,7 +163,6 @@ class Stages:
                 )
 
         attempt_in_all(transports, alone)
-        attempt_in_all([self._transport], lambda: text, digest=str)
 
 
 @torch.no_grad()

@@ -446,6 +446,16 @@ class C10dTransport(Transport):
             _release(*self._kept)
 
 
+class GivenTransport(C10dTransport):
+    """A transport over a process group of the user's, for calls that no other work is amid."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._timeout_s = weakref.ref(group), None
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    def close(self) -> None: ...
+
+
 def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> None:
     # The user may have shut down torch.distributed first, which destroys every group.
     if (group := reference()) is None or not dist.is_initialized():

@@ -173,7 +173,8 @@ def _rich_table(table: Table) -> RichTable:
 def printed(*shown: RenderableType, width: int = WIDTH, plain: bool = True) -> str:
     """Return text of so many columns; unless ``plain``, in a terminal's width and colours."""
     here = None if not plain and sys.stdout.isatty() else width
-    out = Console(width=here, highlight=False, markup=False, color_system=None if plain else "auto")
+    how: dict[str, Any] = {"color_system": None if plain else "auto"}
+    out = Console(width=here, highlight=False, markup=False, emoji=False, **how)
     with out.capture() as capture:
         out.print(*shown, sep="\n", crop=False)
     return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))

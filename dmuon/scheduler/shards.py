@@ -354,8 +354,8 @@ def evenly_sharded(
     if ep > 1 and (not items or count % ep or any(n % ep for n in items)):
         found = f"stacks of {sorted(items)} items" if items else "no stack"
         raise PlanError(
-            f"expert parallelism over {ep} ranks needs stacks of experts and ranks that it "
-            f"divides: found {found} on {count} ranks that shard"
+            f"expert parallelism over {ep} ranks (--ep) must divide the experts of each stack and "
+            f"the ranks that shard: found {found} on {count} ranks"
         )
     if count % tp:
         raise PlanError(

@@ -567,11 +567,14 @@ def join(stages: Stages, engines: Sequence[Engine]) -> Exception | None:
     vectors = [engine.received() for engine in engines]
     found = [e._message.outcome(vector) for e, vector in zip(engines, vectors, strict=True)]
     mine = torch.stack([outcome for outcome, _ in found])
-    total = mine.sum(0)
+    step = engines[0]._settings.schedule.t
+    total = torch.cat([mine.sum(0), mine.new_full((1,), step), mine.new_full((1,), step**2)])
     stages.all_reduce(total)
+    # Stages at different step counts refuse the step.
+    total[1] += len(stages.ranks) * total[4] != total[3].square()
     squares = [total[2], *total.new_zeros(len(engines) - 1)]
     for engine, vector, own, square in zip(engines, vectors, mine, squares, strict=True):
-        engine._message.hear(vector, (total - own)[:2], square)
+        engine._message.hear(vector, total[:2] - own[:2], square)
     return next((error for _, error in found if error is not None), None)
 
 

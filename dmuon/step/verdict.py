@@ -441,7 +441,8 @@ class VerdictMessage:
         if last[_REFUSED_ELSEWHERE]:
             raise ConsensusError(
                 "another pipeline stage (its rank in nonfinite_group) cannot take this step: look "
-                "for the error in the output of its ranks. Nothing was changed here"
+                "for the error in the output of its ranks. If there is none, stages are at "
+                "different steps: load the same state in all. Nothing was changed here"
             )
         norms, found.square, found.late = values[: fields.norms], last[_GRADS], last[_LAST:]
         found.elsewhere = last[_BAD_ELSEWHERE] > 0

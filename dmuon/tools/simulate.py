@@ -246,8 +246,9 @@ def _fill(args: argparse.Namespace) -> None:
     # As in torch: a round has at least as many microbatches as ranks.
     if args.tokens % count or count < ranks or count % (count // ranks):
         raise PlanError(
-            f"{args.tokens} tokens in {count} microbatches do not fit {ranks} stages: pass "
-            f"--tokens {2 * ranks * args.sequence} and --microbatches {2 * ranks}"
+            f"--microbatches {count} must divide --tokens {args.tokens} and fill whole rounds of "
+            f"{ranks} stages or more, as --microbatches {2 * ranks} --tokens "
+            f"{2 * ranks * args.sequence} do"
         )
 
 

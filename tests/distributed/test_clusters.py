@@ -58,7 +58,7 @@ def block(text: str, *changes: tuple[str, str]) -> str:
 def script(steps: int = STEPS) -> str:
     """*train.py* with few steps, and with losses and prices that can be compared."""
     exact = 'lr=3e-3, ns_dtype=torch.float32, dedicate={"costs": "analytic:cpu"}'
-    sizes = ("STEPS, LENGTH = 200", f"STEPS, LENGTH = {steps}"), ("= 24, 20", f"= 24, {EVERY}")
+    sizes = ("STEPS, LENGTH = 200", f"STEPS, LENGTH = {steps}"), ("= 48, 20", f"= 24, {EVERY}")
     return block("def main()", *sizes, (":.4f", ":.9f"), ("lr=3e-3", exact))
 
 

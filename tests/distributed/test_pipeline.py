@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.scheduler.select import trainable_parameters
-from dmuon.types import ConsensusError, NonFiniteError, OwnershipError
+from dmuon.types import ConsensusError, DmuonError, NonFiniteError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.compare import assert_bitwise, gathered, snapshot
 from tests.distributed.harness import distributed
@@ -319,6 +320,54 @@ def test_an_error_of_one_stage_is_one_of_all(rank, world, reads):
             assert_bitwise(state_here(pipeline), before)
             if reads:
                 break
+
+
+@distributed(4)
+@pytest.mark.parametrize("flaw", [{"heads": {"*.up.weight": 1000}}, {"costs": "gone.json"}])
+def test_what_fails_in_one_stage_before_the_first_step_fails_in_all(rank, world, flaw):
+    pipeline = Pipeline.of(2, 2)
+    named, group = [*pipeline.own.items()], pipeline.mesh["pp"]
+    make = partial(dmuon.Muon, named, **MUON, nonfinite_group=group)
+    error, told = (DmuonError, "") if rank >= 2 else (ConsensusError, "failed on rank 1")
+    with pytest.raises(error, match=told):
+        make(dedicate=flaw if rank >= 2 else {}).report()
+    pipeline.opts = [make()]
+    pipeline.train(range(2))
+    pipeline.check()
+
+
+@distributed(4)
+def test_stages_at_different_steps_refuse_the_next_one(rank, world):
+    pipeline = Pipeline.of(2, 2)
+    pipeline.train([0])
+    kept = copy.deepcopy(pipeline.opt.state_dict())
+    pipeline.train([1])
+    if rank >= 2:
+        pipeline.opt.load_state_dict(kept)
+    pipeline.backward(2)
+    before = state_here(pipeline)
+    with pytest.raises(ConsensusError, match="stages are at different steps"):
+        pipeline.opt.step()
+    assert_bitwise(state_here(pipeline), before)
+
+
+@distributed(4)
+def test_pipelines_of_other_shapes_one_after_the_other(rank, world):
+    for pp in (2, 4, 1, 2):
+        pipeline = Pipeline.of(pp, 4 // pp)
+        pipeline.train([0])
+        pipeline.check()
+
+
+@distributed(4)
+def test_the_latest_optimizer_says_whether_stages_clip_together(rank, world):
+    pipeline = Pipeline.of(2, 2)
+    latest = dmuon.Muon([*pipeline.own.items()], **MUON)
+    pipeline.backward(0)
+    twin = [p for n, p in pipeline.twin.named_parameters() if n in pipeline.own]
+    expected = torch.nn.utils.get_total_norm([p.grad for p in twin])
+    torch.testing.assert_close(dmuon.clip_grad_norm_(pipeline.parts[0], 1.0), expected)
+    assert latest.param_groups
 
 
 @distributed(4)

@@ -266,7 +266,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
     ([*GPT2, "--pp", "2x2", "--schedule", "1F1B"], "as in --pp 2x1"),
     ([*GPT2, "--pp", "2", "--schedule", "ZBVZeroBubble"], "as in --pp 2x2"),
     (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "3"], "found stacks of [128] items"),
-    (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "16"], "on 24 ranks that shard"),
+    (["--model", "qwen3-30b-a3b", "--mesh", "4x6", "--ep", "16"], "items on 24 ranks"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, complaint):
     monkeypatch.chdir(tmp_path)
