@@ -29,7 +29,7 @@ from dmuon.api import Dedicate, Request, log_plan, plan_groups
 from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import Stages, attempt_in_all, check_planned_together
-from dmuon.comm.transport import C10dTransport
+from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import Period, Schedule
 from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
@@ -196,14 +196,11 @@ class Muon(Optimizer):
         given = read_groups(params)
         ownerships = ownerships_in(params, entries_of(given))
         transports = [o.runtime.transport for o in ownerships]
-        check_planned_together(transports)
         run = self._run = _Run(switches, ParamGroups(params))
         if nonfinite_group is not None:
             run.stages = attempt_in_all(transports, lambda: Stages(nonfinite_group))
-        staged[run.groups] = run.stages
-        every = [*transports, *([] if run.stages is None else [run.stages.transport])]
-        asked = muon, adamw, period, dedicate
-        made = attempt_in_all(every, lambda: self._prepare(given, ownerships, *asked))
+        prepare = partial(self._prepare, given, ownerships, muon, adamw, period, dedicate)
+        made = attempt_in_all([*transports, *run.others], prepare)
         _keep_compiler_out()
         super().__init__(made, {})
         self.defaults = dict(run.groups.defaults[0])
@@ -223,6 +220,8 @@ class Muon(Optimizer):
     ) -> list[Group]:
         """Check and complete the param groups. Not a collective call: `_bind` compares ranks."""
         run = self._run
+        check_planned_together([o.runtime.transport for o in ownerships])
+        staged[run.groups] = run.stages
         run.groups.defaults = muon.group(), adamw.group()
         config.checked(config.SWITCH_RULES, run.switches)
         resolve_ns_dtype(run.switches["ns_dtype"], torch.device("cpu"))
@@ -283,10 +282,10 @@ class Muon(Optimizer):
             with torch.inference_mode(False), torch.no_grad():
                 self._bind(ownerships or [self._new_ownership()])
 
-        text, others = self._text_of_run(), [] if run.stages is None else [run.stages.transport]
+        text = self._text_of_run()
         what = "planning all pipeline stages (by their rank in nonfinite_group)"
         try:
-            attempt_in_all(others, plan, what=what, digest=lambda _: text)
+            attempt_in_all(run.others, plan, what=what, digest=lambda _: text)
         except Exception:
             if run.engines:  # another stage has failed
                 self._unbind(run.ownerships)
@@ -839,6 +838,11 @@ class _Run:
     ownerships: list[Ownership] = field(default_factory=list)
     accepted: Accepted | None = None
     stages: Stages | None = None
+
+    @property
+    def others(self) -> list[Transport]:
+        """The transport to other pipeline stages, if there are any."""
+        return [] if self.stages is None else [self.stages.transport]
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
