@@ -120,7 +120,8 @@ class Muon(Optimizer):
             and with ``period=math.inf`` that rank alone warns or raises.
         nonfinite_group: ranks of all pipeline stages, one of each, that skip a (full) step together
             and whose gradients `clip_grad_norm_` and `metrics` join: a process group or a mesh of
-            one axis, ``mesh["pp"]`` (docs/frameworks/pipeline.md). One more small all-reduce.
+            one axis, ``mesh["pp"]`` (docs/frameworks/pipeline.md). One more small all-reduce; to
+            make the optimizer is then a collective call of these ranks.
         verify_every: after this many steps each rank recomputes the updates of some matrices and
             compares them with its weights; corruption raises on every rank (docs/reliability.md).
         variant: a change to orthogonalized matrices: "normuon" (a second moment per row, arXiv
