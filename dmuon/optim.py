@@ -283,10 +283,9 @@ class Muon(Optimizer):
             with torch.inference_mode(False), torch.no_grad():
                 self._bind(ownerships or [self._new_ownership()])
 
-        text = self._text_of_run()
         what = "planning all pipeline stages (by their rank in nonfinite_group)"
         try:
-            attempt_in_all(run.others, plan, what=what, digest=lambda _: text)
+            attempt_in_all(run.others, plan, what=what, digest=lambda _: self._text_of_run())
         except Exception:
             if run.engines:  # another stage has failed
                 self._unbind(run.ownerships)

@@ -453,8 +453,6 @@ class GivenTransport(C10dTransport):
         self._group, self._timeout_s = weakref.ref(group), None
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
 
-    def close(self) -> None: ...
-
 
 def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> None:
     # The user may have shut down torch.distributed first, which destroys every group.

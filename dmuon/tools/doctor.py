@@ -143,8 +143,11 @@ def _links(own: devices.Device) -> str:
     found = []
     for key, table in _cached(cache_directory() or Path(os.devnull)):
         if key.kernels == "links" and (at := table.device) is not None:
-            speeds = f"{at.link / 1e9:.3g} GB/s inside a node, {at.network / 1e9:.3g} to others"
-            found.append(f"{key.device.partition(': ')[2]}: {speeds}, per rank")
+            where = key.device.partition(": ")[2]
+            sizes = parse(where.rpartition("nodes of ")[2])  # the other rate was not measured
+            speeds = [f"{at.link / 1e9:.3g} GB/s inside a node"] * (max(sizes) > 1)
+            speeds += [f"{at.network / 1e9:.3g} GB/s to other nodes"] * (len(sizes) > 1)
+            found.append(f"{where}: {', '.join(speeds)}, per rank")
     return "; ".join(found) or "none measured yet (when it plans on several ranks, dmuon does)"
 
 

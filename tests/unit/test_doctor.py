@@ -94,6 +94,17 @@ def test_it_counts_what_of_the_cache_fits(capsys, tmp_path, monkeypatch):
     assert lines(capsys)["cost cache"].startswith("none, since there is no home directory")
 
 
+@pytest.mark.parametrize(("sizes", "told"), [
+    ("[2]", [True, False]), ("[1, 1]", [False, True]), ("[2, 1]", [True, True]),
+])  # fmt: skip
+def test_links_have_the_rates_that_were_measured(capsys, tmp_path, sizes, told):
+    name = f"measured: vm; nodes of {sizes}"
+    key = CacheKey(name, str(torch.__version__), "links", "", 0, False)
+    add_to_cache(tmp_path / "cache" / "dmuon", key, CostTable.analytic("cpu"))
+    found = lines(capsys)["links"]
+    assert [words in found for words in ("inside a node", "to other nodes")] == told
+
+
 class Card(devices.Device):
     def name(self) -> str:
         return "Card 7"

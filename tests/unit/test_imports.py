@@ -124,8 +124,8 @@ MOST = {
     "files in a folder": 20,
     "files in a chain of imports": 12,
     "protocols": 0,
-    "lines of tests": 28_550,
-    "lines of benchmarks": 5_000,
+    "lines of tests": 28_520,
+    "lines of benchmarks": 4_946,
     "words of documentation": 42_000,
 }
 # Short files that one other file imports: they belong into that one.
